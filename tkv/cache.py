@@ -1,0 +1,264 @@
+"""KVCache: the tensors of one layer's paged cache, and how their numbers are stored."""
+
+from __future__ import annotations
+
+import math
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+
+from tkv.errors import DeviceError, DTypeError, RangeError, ShapeError, UnsupportedError
+from tkv.formats import KVFormat, infer, parse_pair
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
+
+
+class KVCache:
+    """A paged cache of keys and values: views of tensors that the caller owns, checked once.
+
+    Token ``t`` of a sequence lives in page ``page_table[seq, t // page_size]``, row ``t % page_size``; its *slot* is
+    ``page * page_size + t % page_size``. Nothing is copied: K and V may be transposed (pass ``.transpose(1, 2)`` of a cache with
+    heads before tokens), interleaved in one buffer, or a layer's slice of a larger one.
+
+    Args:
+        k: ``[num_pages, page_size, num_kv_heads, head_dim]``, last dimension contiguous, other strides free (even for 1-byte
+            numbers, which the kernels read as 16-bit words). fp8 may come as its bytes in ``torch.uint8`` with ``format=``.
+        v: as ``k``, with strides of its own.
+        k_scale: the scales of K where the format has them (see :class:`KVFormat`): a number or ``[]`` float32 for ``tensor``
+            (None means 1.0), ``[num_pages, page_size, num_kv_heads]`` float32 of any strides for ``token_head``.
+        v_scale: likewise for V.
+        format: a :class:`KVFormat` or its name, one for both or a pair (of K, of V); by default what dtype and scales say.
+
+    Raises:
+        ShapeError, DTypeError, DeviceError, RangeError: the named tensor does not fit.
+        UnsupportedError: a format, head_dim or combination that this version does not have.
+
+    Example:
+        >>> k, v = torch.zeros(2, 4, 16, 8, 64).unbind(0)          # K and V of 4 pages of 16 tokens, 8 heads of 64
+        >>> KVCache(k, v)
+        KVCache(fp32, 4 pages of 16 tokens, 8 KV heads of 64, 262,144 bytes)
+    """
+
+    def __init__(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        k_scale: torch.Tensor | float | None = None,
+        v_scale: torch.Tensor | float | None = None,
+        format: str | KVFormat | Sequence[str | KVFormat] | None = None,
+    ) -> None:
+        for name, tensor in (("k", k), ("v", v)):
+            if not isinstance(tensor, torch.Tensor):
+                raise DTypeError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}")
+            if tensor.dim() != 4:
+                raise ShapeError(f"{name}: expected [num_pages, page_size, num_kv_heads, head_dim], got shape {tuple(tensor.shape)}")
+        formats = parse_pair(format) if format is not None else (infer(k, _tensor(k_scale), "k"), infer(v, _tensor(v_scale), "v"))
+        self.k_format, self.v_format = formats
+        self.num_pages, self.page_size, self.num_kv_heads, self.head_dim = k.shape
+        self.v_head_dim = v.shape[3]
+        self.device = k.device
+        _check_dims(self.page_size, self.num_kv_heads, self.head_dim, self.v_head_dim, formats)
+        if v.shape[:3] != k.shape[:3]:
+            raise ShapeError(f"v: expected the pages, tokens and heads of k, {tuple(k.shape[:3])}, got {tuple(v.shape[:3])}")
+        if v.device != k.device:
+            raise DeviceError(f"v: expected the device of k, {k.device}, got {v.device}")
+        self.k = _stored(k, self.k_format, "k")
+        self.v = _stored(v, self.v_format, "v")
+        self.k_scale = self._scale(k_scale, self.k_format, "k_scale")
+        self.v_scale = self._scale(v_scale, self.v_format, "v_scale")
+
+    @classmethod
+    def empty(
+        cls,
+        num_pages: int,
+        page_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        format: str | KVFormat | Sequence[str | KVFormat] = "bf16",
+        *,
+        device: torch.device | str | None = None,
+        v_head_dim: int | None = None,
+        k_scale: torch.Tensor | float | None = None,
+        v_scale: torch.Tensor | float | None = None,
+    ) -> KVCache:
+        """Allocate a cache without initialising it: unwritten slots may hold anything, and no kernel lets them matter.
+
+        Args:
+            num_pages, page_size, num_kv_heads, head_dim: the shape, ints.
+            format: a :class:`KVFormat` or its name, one for both or a pair (of K, of V).
+            device: where; torch's default device if None.
+            v_head_dim: head_dim of V if it differs.
+            k_scale, v_scale: static scales, where the format has them; 1.0 for fp8 if None.
+
+        Returns:
+            The cache.
+
+        Raises:
+            UnsupportedError, RangeError, ShapeError, DTypeError: as for :class:`KVCache`.
+
+        Example:
+            >>> KVCache.empty(100, 16, 8, 128, format="fp8_e4m3/token_head", device="meta")
+            KVCache(fp8_e4m3/token_head, 100 pages of 16 tokens, 8 KV heads of 128, 3,379,200 bytes)
+        """
+        formats = parse_pair(format)
+        dims = (head_dim, head_dim if v_head_dim is None else v_head_dim)
+        _check_counts(num_pages=num_pages, page_size=page_size, num_kv_heads=num_kv_heads, head_dim=dims[0], v_head_dim=dims[1])
+        _check_dims(page_size, num_kv_heads, *dims, formats)
+        data, scales = [], [k_scale, v_scale]
+        for i, (kind, dim) in enumerate(zip(formats, dims, strict=True)):
+            data.append(torch.empty(num_pages, page_size, num_kv_heads, dim, dtype=kind.torch_dtype, device=device))
+            shape = kind.scale_shape(num_pages, page_size, num_kv_heads)
+            if kind.is_dynamic and shape is not None:
+                if scales[i] is not None:
+                    raise UnsupportedError(f"{'kv'[i]}_scale: {kind} writes its scales with the data; leave it out")
+                scales[i] = torch.empty(shape, dtype=torch.float32, device=device)
+        return cls(*data, *scales, format=formats)
+
+    @staticmethod
+    def nbytes_for(
+        num_pages: int,
+        page_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        format: str | KVFormat | Sequence[str | KVFormat] = "bf16",
+        *,
+        v_head_dim: int | None = None,
+    ) -> int:
+        """Bytes of the cache that :meth:`empty` would allocate, scales included.
+
+        Args:
+            num_pages, page_size, num_kv_heads, head_dim, format, v_head_dim: as for :meth:`empty`.
+
+        Returns:
+            The size in bytes of one layer's cache.
+
+        Raises:
+            UnsupportedError, RangeError, DTypeError: as for :meth:`empty`.
+
+        Example:
+            >>> KVCache.nbytes_for(1000, 16, 8, 128) / 2**20             # bf16, MiB
+            62.5
+        """
+        formats = parse_pair(format)
+        dims = (head_dim, head_dim if v_head_dim is None else v_head_dim)
+        _check_counts(num_pages=num_pages, page_size=page_size, num_kv_heads=num_kv_heads, head_dim=dims[0], v_head_dim=dims[1])
+        _check_dims(page_size, num_kv_heads, *dims, formats)
+        per_token = sum(kind.bytes_per_token(num_kv_heads, dim) for kind, dim in zip(formats, dims, strict=True))
+        static = sum(4 for kind in formats if kind.scale == "tensor")
+        return num_pages * page_size * per_token + static
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes that a token takes in this layer's cache: K, V and their dynamic scales."""
+        return self.k_format.bytes_per_token(self.num_kv_heads, self.head_dim) + self.v_format.bytes_per_token(
+            self.num_kv_heads, self.v_head_dim
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of K, V and their scales."""
+        tensors = (self.k, self.v, self.k_scale, self.v_scale)
+        return sum(t.numel() * t.element_size() for t in tensors if t is not None)
+
+    @property
+    def num_slots(self) -> int:
+        """Tokens that the cache has room for."""
+        return self.num_pages * self.page_size
+
+    @property
+    def is_native(self) -> bool:
+        """Whether K and V are stored as they are, without scales."""
+        return self.k_format.is_native and self.v_format.is_native
+
+    @cached_property
+    def words(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V as the attention kernels read them: 1-byte numbers two to a 16-bit word, others as they are."""
+        return tuple(t if t.element_size() > 1 else t.view(torch.int16) for t in (self.k, self.v))  # type: ignore[return-value]
+
+    @cached_property
+    def bytes(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V as the write kernel fills them: 1-byte numbers as uint8, others as they are."""
+        return tuple(t if t.element_size() > 1 else t.view(torch.uint8) for t in (self.k, self.v))  # type: ignore[return-value]
+
+    def _scale(self, scale: torch.Tensor | float | None, kind: KVFormat, name: str) -> torch.Tensor | None:
+        shape = kind.scale_shape(self.num_pages, self.page_size, self.num_kv_heads)
+        if shape is None:
+            if scale is not None:
+                raise UnsupportedError(f"{name}: {kind} has no scales; leave it out, got {_describe(scale)}")
+            return None
+        if not kind.is_dynamic and (scale is None or isinstance(scale, int | float)):
+            value = 1.0 if scale is None else float(scale)
+            if not (math.isfinite(value) and value > 0):
+                raise RangeError(f"{name}: expected a positive number, got {scale}")
+            return torch.full((), value, dtype=torch.float32, device=self.device)
+        if not isinstance(scale, torch.Tensor):
+            raise DTypeError(f"{name}: {kind} needs a float32 tensor of shape {list(shape)}, got {_describe(scale)}")
+        if scale.dtype != torch.float32:
+            raise DTypeError(f"{name}: expected torch.float32, got {scale.dtype}")
+        if not kind.is_dynamic and tuple(scale.shape) == (1,):
+            scale = scale.reshape(())
+        if tuple(scale.shape) != shape:
+            raise ShapeError(f"{name}: {kind} needs shape {list(shape)}, got {list(scale.shape)}")
+        if scale.device != self.device:
+            raise DeviceError(f"{name}: expected the device of k, {self.device}, got {scale.device}")
+        return scale
+
+    def __repr__(self) -> str:
+        kind = str(self.k_format) if self.k_format == self.v_format else f"{self.k_format} + {self.v_format}"
+        dim = str(self.head_dim) if self.head_dim == self.v_head_dim else f"{self.head_dim}/{self.v_head_dim}"
+        return (
+            f"KVCache({kind}, {self.num_pages:,} pages of {self.page_size} tokens, {self.num_kv_heads} KV heads of {dim}, "
+            f"{self.nbytes:,} bytes)"
+        )
+
+
+def _tensor(scale: torch.Tensor | float | None) -> torch.Tensor | None:
+    return scale if isinstance(scale, torch.Tensor) else None
+
+
+def _describe(value: object) -> str:
+    return f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+
+
+def _check_counts(**counts: int) -> None:
+    for name, count in counts.items():
+        if isinstance(count, bool) or not isinstance(count, int):
+            raise DTypeError(f"{name}: expected an int, got {count!r}")
+        if count < (0 if name == "num_pages" else 1):
+            raise RangeError(f"{name}: expected at least {0 if name == 'num_pages' else 1}, got {count}")
+
+
+def _check_dims(page_size: int, num_kv_heads: int, head_dim: int, v_head_dim: int, formats: tuple[KVFormat, KVFormat]) -> None:
+    if page_size < 1 or num_kv_heads < 1:
+        raise ShapeError(f"k: expected at least one token a page and one KV head, got page_size {page_size}, num_kv_heads {num_kv_heads}")
+    for name, dim in (("head_dim", head_dim), ("v_head_dim", v_head_dim)):
+        if dim % 8 or not MIN_HEAD_DIM <= dim <= MAX_HEAD_DIM:
+            raise UnsupportedError(f"{name}: expected a multiple of 8 from {MIN_HEAD_DIM} to {MAX_HEAD_DIM}, got {dim}")
+    if head_dim != v_head_dim:
+        raise UnsupportedError(f"v_head_dim: K and V must have one head_dim in this version, got {head_dim} and {v_head_dim}")
+    if formats[0] != formats[1]:
+        raise UnsupportedError(f"format: K and V must have one format in this version, got {formats[0]} and {formats[1]}")
+
+
+def _stored(tensor: torch.Tensor, kind: KVFormat, name: str) -> torch.Tensor:
+    """The tensor in the dtype of its format, with strides that the kernels can use."""
+    if tensor.dtype == torch.uint8 and kind.dtype == "fp8_e4m3":
+        tensor = tensor.view(kind.torch_dtype)
+    if tensor.dtype != kind.torch_dtype:
+        raise DTypeError(f"{name}: {kind} is stored as {kind.torch_dtype}, got {tensor.dtype}")
+    if tensor.stride(3) != 1:
+        raise ShapeError(f"{name}: the last dimension must be contiguous, got strides {tensor.stride()}")
+    if tensor.element_size() > 1:
+        return tensor
+    # The stride of a dimension of size 1 is never used, but would spoil the view as 16-bit words.
+    strides = [stride if size > 1 else 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+    if any(stride % 2 for stride in strides[:3]) or tensor.storage_offset() % 2:
+        raise ShapeError(
+            f"{name}: {kind} is read as 16-bit words and needs even strides and offset, "
+            f"got strides {tensor.stride()}, offset {tensor.storage_offset()}"
+        )
+    return tensor.as_strided(tensor.shape, strides)

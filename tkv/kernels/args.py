@@ -1,0 +1,123 @@
+"""What ops hand to kernels: tensors with their strides, and the constants that a kernel is compiled for.
+
+Fields in lower case are run-time values, fields in capitals belong to a NamedTuple that is passed as one ``tl.constexpr``.
+Strides are in elements.
+"""
+
+from typing import Any, NamedTuple
+
+
+class TokenStrides(NamedTuple):
+    """Strides of a paged tensor ``[page, token, head, ...]``."""
+
+    page: int
+    token: int
+    head: int
+
+
+class Stored(NamedTuple):
+    """One of K and V: its words (8-bit numbers two to an int16), and its scales where there are any."""
+
+    ptr: Any
+    strides: TokenStrides
+    scale_ptr: Any
+    scale_strides: TokenStrides
+
+
+class PagedKV(NamedTuple):
+    """A layer's cache."""
+
+    k: Stored
+    v: Stored
+
+
+class RowStrides(NamedTuple):
+    """Strides of ``[seq, row, head, ...]``: queries, outputs and their LSE."""
+
+    seq: int
+    row: int
+    head: int
+
+
+class SplitStrides(NamedTuple):
+    """Strides of ``[seq, row, head, split, ...]``: partial outputs and their LSE."""
+
+    seq: int
+    row: int
+    head: int
+    split: int
+
+
+class Storage(NamedTuple):
+    """How one of K and V is stored.
+
+    CODE: "native", "fp8_e4m3" or "int8"; SCALE: "none", "tensor" or "token_head"; DIM: head_dim;
+    PLANES: numbers in a word; WIDTH: words of a row, DIM / PLANES padded to a power of two of at least 16.
+    """
+
+    CODE: str
+    SCALE: str
+    DIM: int
+    PLANES: int
+    WIDTH: int
+
+
+class Target(NamedTuple):
+    """What the kernel runs on.
+
+    INTERPRET: Triton's interpreter, whose arithmetic is wrong on bf16; PORTABLE: no inline PTX; E4M3: PTX converts e4m3.
+    """
+
+    INTERPRET: bool
+    PORTABLE: bool
+    E4M3: bool
+
+
+class Split(NamedTuple):
+    """How sequences are divided among programs: at most ``SPLITS`` parts of at least ``TILES`` tiles of ``BLOCK_N`` keys.
+
+    A part grows where that is needed to cover the sequence, so that no hint about lengths can make a result wrong.
+    """
+
+    SPLITS: int
+    TILES: int
+    BLOCK_N: int
+
+
+class Attend(NamedTuple):
+    """What one inner loop of attention is compiled for.
+
+    PAGE_SIZE, BLOCK_N: keys of a page and of a tile; DTYPE: of the dots' operands; LIFT: probabilities are times 2^LIFT;
+    HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI: options in use; ONE_POSITION: all rows of a program stand at one position.
+    """
+
+    PAGE_SIZE: int
+    BLOCK_N: int
+    DTYPE: Any
+    LIFT: int
+    HAS_WINDOW: bool
+    HAS_SOFTCAP: bool
+    HAS_ALIBI: bool
+    ONE_POSITION: bool
+
+
+class Options(NamedTuple):
+    """Run-time values of the options of attention; what is not in use is 0."""
+
+    softcap: float
+    window: int
+    sinks: int
+
+
+class PartStrides(NamedTuple):
+    """Strides of a stack of states, ``[part, row, ...]``."""
+
+    part: int
+    row: int
+
+
+class NewStrides(NamedTuple):
+    """Strides of new keys or values, ``[token, head, ...]``."""
+
+    token: int
+    head: int

@@ -1,0 +1,190 @@
+"""Attention of a few new query rows of each sequence over its paged keys, split over their length."""
+
+import triton
+import triton.language as tl
+
+from tkv.kernels.tiles import codec
+from tkv.kernels.tiles.attend import attend_tiles, start
+from tkv.kernels.tiles.dots import round_to
+from tkv.kernels.tiles.softmax import LOG2_E, add_sink, lse_of, merge_step
+from tkv.kernels.tiles.visibility import full_visits, span_of
+
+
+@triton.jit
+def load_lengths(seq, seq_lens_ptr, kv_start_ptr, q_start_ptr, q_len, table_width, PAGE_SIZE: tl.constexpr):
+    """(number of keys, position of key 0, position of query row 0) of a sequence; keys beyond the table do not exist."""
+    seq_len = tl.load(seq_lens_ptr + seq).to(tl.int32)
+    kv_start = seq_len * 0
+    if kv_start_ptr is not None:
+        kv_start = tl.load(kv_start_ptr + seq).to(tl.int32)
+    q_start = seq_len + kv_start - q_len
+    if q_start_ptr is not None:
+        q_start = tl.load(q_start_ptr + seq).to(tl.int32)
+    return tl.maximum(tl.minimum(seq_len, table_width * PAGE_SIZE), 0), kv_start, q_start
+
+
+@triton.jit
+def split_of(tiles, SPLIT: tl.constexpr):
+    """(tiles of a split, number of splits) of a sequence with that many tiles to visit; its own length decides."""
+    per_split = tl.maximum(tl.cdiv(tiles, SPLIT.SPLITS), SPLIT.TILES)
+    return per_split, tl.cdiv(tiles, per_split)
+
+
+@triton.jit
+def load_query(
+    q_ptr, in_rows, scale, k_scale_ptr,
+    DTYPE: tl.constexpr, K: tl.constexpr, TARGET: tl.constexpr,
+):  # fmt: skip
+    """Planes of q in the dots' dtype, and what takes their raw scores to log2 units, [BLOCK_M].
+
+    For an 8-bit cache q is computed with in fp16: each row is brought to [2^14, 2^15) by a power of two, which loses nothing.
+    """
+    factor = (tl.zeros([in_rows.shape[0]], tl.float32) + scale).to(tl.float32) * (LOG2_E * codec.unit(K, TARGET))
+    if K.SCALE == "tensor":
+        factor = factor * tl.load(k_scale_ptr)
+    if K.PLANES == 1:
+        dims = codec.plane_dims(0, K)
+        q = tl.load(q_ptr[:, None] + dims[None, :], mask=in_rows[:, None] & (dims < K.DIM)[None, :], other=0.0)
+        return (q.to(DTYPE),), tl.maximum(factor, 1e-30)
+    else:
+        low = codec.plane_dims(0, K)
+        high = codec.plane_dims(1, K)
+        q_low = tl.load(q_ptr[:, None] + low[None, :], mask=in_rows[:, None] & (low < K.DIM)[None, :], other=0.0).to(tl.float32)
+        q_high = tl.load(q_ptr[:, None] + high[None, :], mask=in_rows[:, None] & (high < K.DIM)[None, :], other=0.0).to(tl.float32)
+        if DTYPE == tl.float16:
+            largest = tl.maximum(tl.max(tl.abs(q_low), axis=1), tl.max(tl.abs(q_high), axis=1))
+            exponent = tl.minimum(tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, 1), 253)
+            up = ((254 - exponent) << 23).to(tl.float32, bitcast=True)  # 2^-exponent
+            q_low = q_low * up[:, None] * 16384.0
+            q_high = q_high * up[:, None] * 16384.0
+            factor = factor * (exponent << 23).to(tl.float32, bitcast=True) * (1.0 / 16384.0)
+        return (q_low.to(DTYPE), q_high.to(DTYPE)), tl.maximum(factor, 1e-30)
+
+
+@triton.jit
+def decode_kernel(
+    q_ptr, cache, page_table_ptr, seq_lens_ptr, kv_start_ptr, q_start_ptr, alibi_slopes_ptr, sink_logits_ptr, out_ptr, lse_ptr,
+    q_strides, table_stride, out_strides, lse_strides,
+    num_pages, table_width, num_kv_heads, group, q_len, row_tiles,
+    scale, options,
+    BLOCK_M: tl.constexpr, SPLIT: tl.constexpr, ATTEND: tl.constexpr, K: tl.constexpr, V: tl.constexpr, TARGET: tl.constexpr,
+):  # fmt: skip
+    """One program: BLOCK_M rows (query rows x heads of a group) of one sequence and KV head, over one split of its keys.
+
+    With one split the results are final; else they are partial, [.., split] in out and lse, and `reduce_kernel` follows.
+    """
+    row_tile = tl.program_id(0) % row_tiles
+    head = (tl.program_id(0) // row_tiles % num_kv_heads).to(tl.int64)
+    seq = (tl.program_id(0) // row_tiles // num_kv_heads).to(tl.int64)
+    split = tl.program_id(1)
+
+    num_keys, kv_start, q_start = load_lengths(
+        seq, seq_lens_ptr, kv_start_ptr, q_start_ptr, q_len, table_width, ATTEND.PAGE_SIZE
+    )
+    last = q_start + q_len - 1
+    span = span_of(
+        num_keys, kv_start, q_start, last, options.window, options.sinks, ATTEND.BLOCK_N, ATTEND.HAS_WINDOW
+    )
+    per_split, num_splits = split_of(span[5], SPLIT)
+    if SPLIT.SPLITS > 1:
+        if split >= num_splits:
+            return
+
+    rows = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    in_rows = rows < q_len * group
+    q_rows = tl.minimum(rows // group, q_len - 1)
+    q_heads = head * group + rows % group
+    positions = q_start + q_rows
+    slopes = tl.zeros([BLOCK_M], tl.float32)
+    if ATTEND.HAS_ALIBI:
+        slopes = tl.load(alibi_slopes_ptr + q_heads, mask=in_rows, other=0.0)
+    q, rows_scale = load_query(
+        q_ptr + seq * q_strides.seq + (q_rows.to(tl.int64) * q_strides.row + q_heads * q_strides.head),
+        in_rows, scale, cache.k.scale_ptr, ATTEND.DTYPE, K, TARGET,
+    )  # fmt: skip
+
+    begin = split * per_split
+    stop = tl.minimum(begin + per_split, span[5])
+    full_from, full_to = full_visits(
+        num_keys, kv_start, q_start + row_tile * BLOCK_M // group, tl.minimum(q_start + (row_tile * BLOCK_M + BLOCK_M - 1) // group, last),
+        options.window, span, ATTEND.BLOCK_N, ATTEND.HAS_WINDOW,
+    )  # fmt: skip
+    full_from = tl.minimum(tl.maximum(full_from, begin), stop)
+    full_to = tl.minimum(tl.maximum(full_to, full_from), stop)
+    table_ptr = page_table_ptr + seq * table_stride
+    state = start(BLOCK_M, V)
+    if ATTEND.HAS_WINDOW:
+        state = attend_tiles(
+            state, q, rows_scale, positions, slopes, cache, table_ptr, num_pages, head, kv_start, span, options, begin, full_from,
+            True, ATTEND, K, V, TARGET,
+        )  # fmt: skip
+    state = attend_tiles(
+        state, q, rows_scale, positions, slopes, cache, table_ptr, num_pages, head, kv_start, span, options, full_from, full_to,
+        False, ATTEND, K, V, TARGET,
+    )  # fmt: skip
+    state = attend_tiles(
+        state, q, rows_scale, positions, slopes, cache, table_ptr, num_pages, head, kv_start, span, options, full_to, stop,
+        True, ATTEND, K, V, TARGET,
+    )  # fmt: skip
+
+    best, total, acc, unit = state
+    if ATTEND.HAS_SOFTCAP or ATTEND.HAS_ALIBI:
+        rows_scale = tl.full([BLOCK_M], 1.0, tl.float32)
+    lse = lse_of(best, total, rows_scale, ATTEND.LIFT)
+    factor = unit * codec.unit(V, TARGET) / tl.where(total > 0, total, 1.0)
+    if V.SCALE == "tensor":
+        factor = factor * tl.load(cache.v.scale_ptr)
+    if SPLIT.SPLITS == 1:
+        if sink_logits_ptr is not None:
+            lse, shrink = add_sink(lse, tl.load(sink_logits_ptr + q_heads, mask=in_rows, other=0.0).to(tl.float32))
+            factor = factor * shrink
+    out_rows = out_ptr + seq * out_strides.seq + split * out_strides.split + (q_rows.to(tl.int64) * out_strides.row + q_heads * out_strides.head)
+    for plane in tl.static_range(V.PLANES):
+        dims = codec.plane_dims(plane, V)
+        out = round_to(acc[plane] * factor[:, None], out_ptr.dtype.element_ty, TARGET)
+        tl.store(out_rows[:, None] + dims[None, :], out, mask=in_rows[:, None] & (dims < V.DIM)[None, :])
+    if lse_ptr is not None:
+        lse_rows = lse_ptr + seq * lse_strides.seq + split * lse_strides.split + (q_rows.to(tl.int64) * lse_strides.row + q_heads * lse_strides.head)
+        tl.store(lse_rows, lse, mask=in_rows)
+
+
+@triton.jit
+def reduce_kernel(
+    part_ptr, part_lse_ptr, seq_lens_ptr, kv_start_ptr, q_start_ptr, sink_logits_ptr, out_ptr, lse_ptr,
+    part_strides, part_lse_strides, out_strides, lse_strides,
+    table_width, num_q_heads, q_len, options,
+    DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_PARTS: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, HAS_WINDOW: tl.constexpr, SPLIT: tl.constexpr, TARGET: tl.constexpr,
+):  # fmt: skip
+    """One program: the partial results of one query row and head merged. It reads the splits that `decode_kernel` wrote."""
+    head = (tl.program_id(0) % num_q_heads).to(tl.int64)
+    row = (tl.program_id(0) // num_q_heads % q_len).to(tl.int64)
+    seq = (tl.program_id(0) // num_q_heads // q_len).to(tl.int64)
+    num_keys, kv_start, q_start = load_lengths(seq, seq_lens_ptr, kv_start_ptr, q_start_ptr, q_len, table_width, PAGE_SIZE)
+    span = span_of(
+        num_keys, kv_start, q_start, q_start + q_len - 1, options.window, options.sinks, SPLIT.BLOCK_N, HAS_WINDOW
+    )
+    per_split, num_splits = split_of(span[5], SPLIT)
+
+    dims = tl.arange(0, BLOCK_D)
+    in_dims = dims < DIM
+    part_row = part_ptr + seq * part_strides.seq + row * part_strides.row + head * part_strides.head
+    part_lse_row = part_lse_ptr + seq * part_lse_strides.seq + row * part_lse_strides.row + head * part_lse_strides.head
+    best = tl.full([], -float("inf"), tl.float32)
+    total = tl.full([], 0.0, tl.float32)
+    acc = tl.zeros([BLOCK_D], tl.float32)
+    for first in range(0, num_splits, BLOCK_PARTS):
+        parts = first + tl.arange(0, BLOCK_PARTS)
+        lse = tl.load(part_lse_row + parts * part_lse_strides.split, mask=parts < num_splits, other=-float("inf"))
+        best, total, acc = merge_step(part_row + (parts[:, None] * part_strides.split + dims[None, :]), in_dims, lse, best, total, acc)
+
+    safe_total = tl.where(total > 0, total, 1.0)
+    lse = tl.where(total > 0, best + tl.log(safe_total), -float("inf"))
+    out = acc / safe_total
+    if sink_logits_ptr is not None:
+        lse, shrink = add_sink(lse, tl.load(sink_logits_ptr + head).to(tl.float32))
+        out = out * shrink
+    out_row = out_ptr + seq * out_strides.seq + row * out_strides.row + head * out_strides.head
+    tl.store(out_row + dims, round_to(out, out_ptr.dtype.element_ty, TARGET), mask=in_dims)
+    if lse_ptr is not None:
+        tl.store(lse_ptr + seq * lse_strides.seq + row * lse_strides.row + head * lse_strides.head, lse)

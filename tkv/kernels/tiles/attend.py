@@ -1,0 +1,138 @@
+"""The inner loop of attention: the online softmax of a block of query rows over tiles of a paged sequence.
+
+Rows come as planes of q (see `codec`), and so goes the accumulator. Scores are raw (see `softmax`): `rows_scale` takes them to log2.
+"""
+
+import triton
+import triton.language as tl
+
+from tkv.kernels.tiles import codec
+from tkv.kernels.tiles.dots import dot, round_to
+from tkv.kernels.tiles.paging import locate, offsets_of
+from tkv.kernels.tiles.softmax import LOG2_E, softmax_step
+from tkv.kernels.tiles.visibility import seen_by_rows, seen_keys, tile_of
+
+
+@triton.jit
+def tanh(x):
+    """tanh within a few units of the last place of float32: a polynomial near 0, where the quotient would cancel."""
+    square = x * x
+    near = x * (1.0 + square * (-0.33333334 + square * (0.13333334 + square * (-0.053968254 + square * 0.021869488))))
+    t = tl.exp2(tl.abs(x) * (-2.0 * LOG2_E))
+    far = (1.0 - t) / (1.0 + t)
+    return tl.where(square < 0.0625, near, tl.where(x < 0, -far, far))
+
+
+@triton.jit
+def power_of_two_from(x):
+    """The least power of two that is at least x, for x of 0 (gives 0) to 2^126 (and for more)."""
+    bits = (x.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000
+    return tl.minimum(bits, 0x7E800000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def unit_for(scales, unit):
+    """The unit for a tile of V with these scales, [], a power of two.
+
+    About the tile's largest scale; never so far below the last unit that what is summed already could overflow in the new one.
+    """
+    new_unit = tl.maximum(power_of_two_from(tl.max(scales, axis=0)), unit * 5.421010862427522e-20)  # 2^-64
+    return tl.where(tl.max(scales, axis=0) > 0, new_unit, unit)
+
+
+@triton.jit
+def load_words(stored, offsets, head, seen, TRANSPOSED: tl.constexpr, STORAGE: tl.constexpr):
+    """Words of a tile of keys: [BLOCK_N, WIDTH], or [WIDTH, BLOCK_N]; 0 for keys that are not seen."""
+    base = stored.ptr + head * stored.strides.head
+    words = tl.arange(0, STORAGE.WIDTH)
+    in_row = words < STORAGE.DIM // STORAGE.PLANES
+    if TRANSPOSED:
+        return tl.load(base + (words[:, None] + offsets[None, :]), mask=in_row[:, None] & seen[None, :], other=0)
+    else:
+        return tl.load(base + (offsets[:, None] + words[None, :]), mask=seen[:, None] & in_row[None, :], other=0)
+
+
+@triton.jit
+def load_scales(stored, pages, rows, head, seen):
+    """Scales of a tile of keys, [BLOCK_N] float32; 0 for keys that are not seen."""
+    base = stored.scale_ptr + head * stored.scale_strides.head
+    return tl.load(base + offsets_of(pages, rows, stored.scale_strides), mask=seen, other=0.0)
+
+
+@triton.jit
+def accumulate(acc, decay, p, v, STORAGE: tl.constexpr, TARGET: tl.constexpr):
+    """acc * decay + p @ v, plane by plane."""
+    if STORAGE.PLANES == 1:
+        return (dot(p, v[0], acc[0] * decay[:, None], TARGET),)
+    else:
+        return (dot(p, v[0], acc[0] * decay[:, None], TARGET), dot(p, v[1], acc[1] * decay[:, None], TARGET))
+
+
+@triton.jit
+def start(BLOCK_M: tl.constexpr, V: tl.constexpr):
+    """The state before the first tile: (best, total, accumulator planes, unit of the accumulator)."""
+    best = tl.full([BLOCK_M], -float("inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    # Nothing is summed yet, so any unit may follow; only a V whose scales change it starts below all of them.
+    unit = tl.full([], 1.1754943508222875e-38 if V.SCALE == "token_head" else 1.0, tl.float32)
+    if V.PLANES == 1:
+        return best, total, (tl.zeros([BLOCK_M, V.WIDTH], tl.float32),), unit
+    else:
+        zeros = tl.zeros([BLOCK_M, V.WIDTH], tl.float32)
+        return best, total, (zeros, zeros), unit
+
+
+@triton.jit
+def attend_tiles(
+    state, q, rows_scale, positions, slopes, cache, table_ptr, num_pages, head, kv_start, span, options, first, last,
+    MASKED: tl.constexpr, ATTEND: tl.constexpr, K: tl.constexpr, V: tl.constexpr, TARGET: tl.constexpr,
+):  # fmt: skip
+    """The state after visits first..last - 1 of a span.
+
+    Args: q: planes [BLOCK_M, K.WIDTH]; rows_scale, positions, slopes: [BLOCK_M]; head: int64; span: see `visibility`;
+    MASKED: some row does not see some key of some visit.
+    """
+    best, total, acc, unit = state
+    for visit in range(first, last):
+        first_key = tile_of(visit, span) * ATTEND.BLOCK_N
+        keys = first_key + tl.arange(0, ATTEND.BLOCK_N)
+        if MASKED:
+            seen = seen_keys(keys, span)
+        else:
+            seen = keys >= 0
+        pages, rows, seen = locate(first_key, seen, table_ptr, num_pages, ATTEND.PAGE_SIZE, ATTEND.BLOCK_N)
+
+        words = load_words(cache.k, offsets_of(pages, rows, cache.k.strides), head, seen, True, K)
+        k = codec.unpack(words, ATTEND.DTYPE, K, TARGET)  # planes [K.WIDTH, BLOCK_N]
+        x = tl.zeros([positions.shape[0], ATTEND.BLOCK_N], tl.float32)
+        for plane in tl.static_range(K.PLANES):
+            x = dot(q[plane], k[plane], x, TARGET)
+        if K.SCALE == "token_head":
+            x = x * load_scales(cache.k, pages, rows, head, seen)[None, :]
+
+        scale = rows_scale
+        if ATTEND.HAS_SOFTCAP or ATTEND.HAS_ALIBI:
+            x = x * rows_scale[:, None]
+            if ATTEND.HAS_SOFTCAP:
+                x = options.softcap * LOG2_E * tanh(x / (options.softcap * LOG2_E))
+            if ATTEND.HAS_ALIBI:
+                distance = positions[:, None] - (keys + kv_start)[None, :]
+                x = x - slopes[:, None] * LOG2_E * distance.to(tl.float32)
+            scale = tl.full([positions.shape[0]], 1.0, tl.float32)
+        visible = seen[None, :]
+        if MASKED and not ATTEND.ONE_POSITION:
+            visible = visible & seen_by_rows(keys + kv_start, positions, options.window, options.sinks, ATTEND.HAS_WINDOW)
+        x = tl.where(visible, x, -float("inf"))
+        p, decay, best, total = softmax_step(x, best, total, scale, ATTEND.LIFT, K.SCALE == "token_head")
+
+        words = load_words(cache.v, offsets_of(pages, rows, cache.v.strides), head, seen, False, V)
+        v = codec.unpack(words, ATTEND.DTYPE, V, TARGET)  # planes [BLOCK_N, V.WIDTH]
+        if V.SCALE == "token_head":
+            # Scales ride on p, in units of about the tile's largest, so that p stays within fp16; a power of two loses no bit.
+            scales = load_scales(cache.v, pages, rows, head, seen)
+            new_unit = unit_for(scales, unit)
+            p = p * (scales * (1.0 / new_unit))[None, :]
+            decay = decay * (unit * (1.0 / new_unit))
+            unit = new_unit
+        acc = accumulate(acc, decay, round_to(p, ATTEND.DTYPE, TARGET), v, V, TARGET)
+    return best, total, acc, unit

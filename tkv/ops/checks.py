@@ -1,0 +1,121 @@
+"""Checks that the ops share. A message names the argument, what came and what is needed."""
+
+from __future__ import annotations
+
+import math
+import os
+
+import torch
+
+from tkv.cache import KVCache
+from tkv.errors import DeviceError, DTypeError, RangeError, ShapeError
+
+INTEGERS = (torch.int32, torch.int64)
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+MAX_POSITION = 2**30
+
+
+def check_tensor(
+    name: str,
+    tensor: object,
+    shape: tuple[int | str, ...],
+    dtypes: tuple[torch.dtype, ...],
+    device: torch.device,
+    *,
+    contiguous_last: bool = True,
+) -> torch.Tensor:
+    """A tensor of that shape (a string stands for any size, and names it), one of the dtypes, and on the device."""
+    if not isinstance(tensor, torch.Tensor):
+        raise DTypeError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}")
+    if tensor.dim() != len(shape) or any(
+        isinstance(want, int) and want != got for want, got in zip(shape, tensor.shape, strict=True)
+    ):
+        raise ShapeError(f"{name}: expected shape [{', '.join(map(str, shape))}], got {list(tensor.shape)}")
+    if tensor.dtype not in dtypes:
+        raise DTypeError(f"{name}: expected {' or '.join(map(str, dtypes))}, got {tensor.dtype}")
+    if tensor.device != device:
+        raise DeviceError(f"{name}: expected device {device}, as the cache, got {tensor.device}")
+    if contiguous_last and shape and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        raise ShapeError(f"{name}: the last dimension must be contiguous, got strides {tensor.stride()}; call .contiguous()")
+    return tensor
+
+
+def check_cache(cache: object) -> KVCache:
+    """A KVCache."""
+    if not isinstance(cache, KVCache):
+        raise DTypeError(f"cache: expected a tkv.KVCache, got {type(cache).__name__}")
+    return cache
+
+
+def check_int(name: str, value: object, low: int) -> int:
+    """A Python int of at least `low`; more than any position is cut to the largest, which means the same."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise DTypeError(f"{name}: expected an int, got {value!r}")
+    if value < low:
+        raise RangeError(f"{name}: expected at least {low}, got {value}")
+    return min(value, MAX_POSITION)
+
+
+def check_flag(name: str, value: object) -> bool:
+    """A bool."""
+    if not isinstance(value, bool):
+        raise DTypeError(f"{name}: expected True or False, got {value!r}")
+    return value
+
+
+def check_number(name: str, value: object, *, zero: bool) -> float:
+    """A finite Python number above zero, or from zero on."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise DTypeError(f"{name}: expected a number, got {value!r}")
+    if not math.isfinite(value) or value < 0 or (value == 0 and not zero):
+        raise RangeError(f"{name}: expected a {'number from 0 on' if zero else 'positive number'}, got {value}")
+    return float(value)
+
+
+def checks_on() -> bool:
+    """Whether ``TKV_CHECK=1`` asks for checks that read from the device and so wait for it."""
+    return os.environ.get("TKV_CHECK", "") not in ("", "0")
+
+
+def check_slots(name: str, slots: torch.Tensor, num_slots: int) -> None:
+    """Synchronous: every slot is -1 or in the cache, and none is written twice."""
+    wrong = (slots < -1) | (slots >= num_slots)
+    if bool(wrong.any()):
+        index = int(wrong.nonzero()[0])
+        raise RangeError(f"{name}: expected slots from -1 to {num_slots - 1}, got {int(slots[index])} at [{index}]")
+    used = slots[slots >= 0]
+    if used.unique().numel() < used.numel():
+        raise RangeError(f"{name}: expected every slot at most once, got {used.numel() - used.unique().numel()} repeated")
+
+
+def check_pages(
+    page_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    kv_start: torch.Tensor | None,
+    q_start: torch.Tensor | None,
+    q_len: int,
+    window: int | None,
+    sinks: int,
+    cache: KVCache,
+) -> None:
+    """Synchronous: lengths fit the table, and every page that some row can see is in the cache."""
+    capacity = page_table.shape[1] * cache.page_size
+    wrong = (seq_lens < 0) | (seq_lens > capacity)
+    if bool(wrong.any()):
+        seq = int(wrong.nonzero()[0])
+        raise RangeError(f"seq_lens: expected 0 to {capacity} (table width x page_size), got {int(seq_lens[seq])} for sequence {seq}")
+    starts = torch.zeros_like(seq_lens) if kv_start is None else kv_start
+    if bool((starts < 0).any()):
+        raise RangeError(f"kv_start: expected at least 0, got {int(starts.min())} for sequence {int(starts.argmin())}")
+    first = seq_lens + starts - q_len if q_start is None else q_start
+    positions = torch.arange(capacity, device=page_table.device)[None, :] + starts[:, None]
+    seen = (positions - starts[:, None] < seq_lens[:, None]) & (positions <= (first + q_len - 1)[:, None])
+    if window is not None:
+        seen &= (first[:, None] - positions < window) | (positions < sinks)
+    seen_pages = seen.view(*page_table.shape, cache.page_size).any(-1)
+    wrong = seen_pages & ((page_table < 0) | (page_table >= cache.num_pages))
+    if bool(wrong.any()):
+        seq, page = (int(i) for i in wrong.nonzero()[0])
+        raise RangeError(
+            f"page_table: expected pages from 0 to {cache.num_pages - 1} where keys are visible, got {int(page_table[seq, page])} at [{seq}, {page}]"
+        )

@@ -1,0 +1,77 @@
+"""write_kv: quantize-on-write."""
+
+from __future__ import annotations
+
+import torch
+
+from tkv.cache import KVCache
+from tkv.errors import UnsupportedError
+from tkv.kernels.args import NewStrides
+from tkv.ops.checks import FLOATS, INTEGERS, check_cache, check_slots, check_tensor, checks_on
+from tkv.ops.launch import Launch, arch_name, check_launchable, interpreting, padded, paged_bytes, storages, target_for
+
+
+def write_kv(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cache: KVCache,
+    slot_mapping: torch.Tensor,
+    *,
+    rope: None = None,
+    positions: None = None,
+) -> None:
+    """Store new keys and values in their slots, encoded in the cache's format.
+
+    A number ``x`` is stored as ``encode(x / scale)``: rounded to nearest even, subnormals kept, saturating, Inf too; NaN stays NaN in
+    fp8 and becomes 0 in int8. Static scales are applied; dynamic ones (``token_head``) are the largest finite magnitude of the
+    token's head over the largest code, and are written with the data. Native formats are cast.
+
+    Args:
+        k: ``[num_tokens, num_kv_heads, head_dim]`` float32, float16 or bfloat16, last dimension contiguous, other strides free.
+        v: ``[num_tokens, num_kv_heads, v_head_dim]`` likewise.
+        cache: where to; its slots are written in place.
+        slot_mapping: ``[num_tokens]`` int32 or int64, ``page * page_size + offset`` of each token. -1 skips the token, and so does
+            any slot outside of the cache. A slot that comes twice gets one of the two, which one is not defined.
+        rope, positions: not in this version; refused.
+
+    Raises:
+        ShapeError, DTypeError, DeviceError: the named argument does not fit.
+        UnsupportedError: ``rope`` or ``positions`` is given.
+        RangeError: under ``TKV_CHECK=1``: a slot is out of range or comes twice.
+
+    Example:
+        >>> cache = KVCache.empty(4, 16, num_kv_heads=2, head_dim=64, format="int8/token_head")
+        >>> k, v = torch.randn(3, 2, 64), torch.randn(3, 2, 64)
+        >>> write_kv(k, v, cache, slot_mapping=torch.tensor([5, 6, -1]))
+        >>> bool((cache.k[0, 5] * cache.k_scale[0, 5, :, None] - k[0]).abs().max() < 0.02)
+        True
+    """
+    check_cache(cache)
+    for name, option in (("rope", rope), ("positions", positions)):
+        if option is not None:
+            raise UnsupportedError(f"{name}: rotation on the way into the cache is not in this version; rotate k before, and pass None")
+    check_tensor("k", k, ("num_tokens", cache.num_kv_heads, cache.head_dim), FLOATS, cache.device)
+    check_tensor("v", v, (k.shape[0], cache.num_kv_heads, cache.v_head_dim), FLOATS, cache.device)
+    check_tensor("slot_mapping", slot_mapping, (k.shape[0],), INTEGERS, cache.device, contiguous_last=False)
+    check_launchable(cache.device)
+    if checks_on():
+        check_slots("slot_mapping", slot_mapping, cache.num_slots)
+    if k.shape[0] and cache.num_slots:
+        plan_write(k, v, cache, slot_mapping, arch_name(cache.device), interpreting()).run(cache.device)
+
+
+def plan_write(k: torch.Tensor, v: torch.Tensor, cache: KVCache, slot_mapping: torch.Tensor, arch: str, interpret: bool = False) -> Launch:
+    """The launch behind `write_kv`."""
+    from tkv.kernels.write import write_kernel
+
+    block_d = padded(max(cache.head_dim, cache.v_head_dim))
+    # About 2048 numbers a program: 16 a thread.
+    block_h = max(1, min(1 << (cache.num_kv_heads - 1).bit_length(), 2048 // block_d))
+    return Launch(
+        write_kernel,
+        (k.shape[0], -(-cache.num_kv_heads // block_h)),
+        (k, v, paged_bytes(cache), slot_mapping, NewStrides(*k.stride()[:2]), NewStrides(*v.stride()[:2]), slot_mapping.stride(0))
+        + (cache.num_slots, cache.num_kv_heads, cache.page_size, block_h, block_d, *storages(cache), target_for(arch, interpret)),
+        num_warps=4 if block_h * block_d >= 1024 else 1,
+        num_stages=1,
+    )

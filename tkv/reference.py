@@ -1,0 +1,291 @@
+"""What tkv computes, in plain PyTorch and float64: written to be read, and what the tests believe.
+
+Every function takes the arguments of the op of the same name. Cached numbers are decoded here independently of the kernels.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from tkv.cache import KVCache
+from tkv.formats import KVFormat
+
+LARGEST = {"fp8_e4m3": 448.0, "int8": 127.0}
+
+
+def encode(x: torch.Tensor, kind: KVFormat) -> torch.Tensor:
+    """Numbers in units of their scale, as they are stored.
+
+    Args:
+        x: float32 of any shape.
+        kind: the format; native ones are a cast.
+
+    Returns:
+        A tensor of the format's dtype: rounded to nearest even and saturated; NaN stays NaN in fp8 and is 0 in int8.
+
+    Example:
+        >>> encode(torch.tensor([0.5, 1e6, -2.5]), KVFormat.parse("int8/token_head")).tolist()
+        [0, 127, -2]
+    """
+    if kind.is_native:
+        return x.to(kind.torch_dtype)
+    x = x.clamp(-LARGEST[kind.dtype], LARGEST[kind.dtype])
+    if kind.dtype == "int8":
+        x = x.nan_to_num(nan=0.0).round()
+    return x.to(kind.torch_dtype)
+
+
+def scales_of(x: torch.Tensor, kind: KVFormat) -> torch.Tensor:
+    """The dynamic scales of new keys or values: the largest finite magnitude of each token and head over the largest code.
+
+    Args:
+        x: ``[num_tokens, num_kv_heads, head_dim]``.
+        kind: a ``token_head`` format.
+
+    Returns:
+        ``[num_tokens, num_kv_heads]`` float32.
+
+    Example:
+        >>> scales_of(torch.tensor([[[254.0, -1.0, torch.inf]]]), KVFormat.parse("int8/token_head"))
+        tensor([[2.]])
+    """
+    magnitude = x.float().abs()
+    return magnitude.where(magnitude.isfinite(), 0.0).amax(-1) / LARGEST[kind.dtype]
+
+
+def write_kv(k: torch.Tensor, v: torch.Tensor, cache: KVCache, slot_mapping: torch.Tensor) -> None:
+    """Store new keys and values in their slots, as :func:`tkv.write_kv`.
+
+    Args:
+        k, v, cache, slot_mapping: as there.
+
+    Example:
+        >>> cache = KVCache.empty(1, 4, 1, 16, format="fp32")
+        >>> write_kv(torch.ones(2, 1, 16), torch.ones(2, 1, 16), cache, torch.tensor([3, -1]))
+        >>> cache.k[0, 3].sum().item()
+        16.0
+    """
+    parts = ((k, cache.k, cache.k_scale, cache.k_format), (v, cache.v, cache.v_scale, cache.v_format))
+    for x, data, scale, kind in parts:
+        for token, slot in enumerate(slot_mapping.tolist()):
+            if not 0 <= slot < cache.num_slots:
+                continue
+            page, row = divmod(slot, cache.page_size)
+            numbers = x[token].float()
+            if kind.is_dynamic:
+                assert scale is not None
+                dynamic = scales_of(x[token : token + 1], kind)[0]
+                scale[page, row] = dynamic
+                numbers = numbers / dynamic.where(dynamic > 0, 1.0)[:, None]
+            elif scale is not None:
+                numbers = numbers / scale.where(scale > 0, 1.0)
+            data[page, row] = encode(numbers, kind)
+
+
+def dequantize(data: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+    """Stored numbers in float64.
+
+    Args:
+        data: ``[..., heads, dim]`` as stored.
+        scale: what goes with it: ``[]``, ``[..., heads]``, or None.
+
+    Returns:
+        float64 of data's shape.
+
+    Example:
+        >>> dequantize(torch.tensor([[[2, 4]]], dtype=torch.int8), torch.tensor([[0.5]])).tolist()
+        [[[1.0, 2.0]]]
+    """
+    numbers = data.to(torch.float32).double()
+    if scale is None:
+        return numbers
+    return numbers * (scale.double() if scale.dim() == 0 else scale.double()[..., None])
+
+
+def gather(cache: KVCache, pages: torch.Tensor, num_keys: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The keys and values of one sequence, in order, in float64.
+
+    Args:
+        cache: the cache.
+        pages: the sequence's row of the page table.
+        num_keys: how many.
+
+    Returns:
+        k ``[num_keys, num_kv_heads, head_dim]`` and v.
+
+    Example:
+        >>> cache = KVCache(torch.arange(8.0)[:, None, None, None].expand(-1, 2, 1, 16), torch.zeros(8, 2, 1, 16))
+        >>> gather(cache, torch.tensor([7, 3]), 3)[0][:, 0, 0].tolist()
+        [7.0, 7.0, 3.0]
+    """
+    tokens = torch.arange(num_keys, device=cache.device)
+    page, row = pages[tokens // cache.page_size].long(), tokens % cache.page_size
+
+    def read(data: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+        return dequantize(data[page, row], scale[page, row] if scale is not None and scale.dim() > 0 else scale)
+
+    return read(cache.k, cache.k_scale), read(cache.v, cache.v_scale)
+
+
+def visible(
+    q_positions: torch.Tensor, k_positions: torch.Tensor, window: int | None = None, sinks: int = 0
+) -> torch.Tensor:
+    """Which key each query sees: not after it, and with a window one of the last `window` or of the first `sinks` positions.
+
+    Args:
+        q_positions: ``[rows]``.
+        k_positions: ``[keys]``.
+        window, sinks: as in :func:`tkv.paged_decode`.
+
+    Returns:
+        ``[rows, keys]`` bool.
+
+    Example:
+        >>> visible(torch.tensor([5]), torch.arange(7), window=2, sinks=1).int().tolist()
+        [[1, 0, 0, 0, 1, 1, 0]]
+    """
+    distance = q_positions[:, None] - k_positions[None, :]
+    seen = distance >= 0
+    if window is not None:
+        seen &= (distance < window) | (k_positions < sinks)[None, :]
+    return seen
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor,
+    distance: torch.Tensor,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    sink_logits: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Softmax attention of one sequence, with grouped heads.
+
+    Args:
+        q: ``[rows, num_q_heads, head_dim]``.
+        k: ``[keys, num_kv_heads, head_dim]``; v likewise.
+        mask: ``[rows, keys]`` bool, what is visible.
+        distance: ``[rows, keys]`` position of the query minus position of the key.
+        scale, softcap, alibi_slopes, sink_logits: as in :func:`tkv.paged_decode`.
+
+    Returns:
+        out ``[rows, num_q_heads, v_head_dim]``, lse ``[rows, num_q_heads]``, and for error bounds: the magnitude of the output,
+        ``sum p |v|``, shaped as out, and the magnitude of the scores, shaped as lse: over visible keys the largest
+        ``scale * sum |q_i k_i|`` plus the ALiBi term. All float64.
+
+    Example:
+        >>> q, k, v = torch.zeros(1, 2, 16), torch.zeros(3, 1, 16), torch.arange(3.0)[:, None, None].expand(-1, 1, 16)
+        >>> out, lse, *_ = attention(q, k, v, torch.tensor([[True, True, False]]), torch.zeros(1, 3), scale=1.0)
+        >>> out[0, 0, 0].item(), round(lse[0, 0].exp().item(), 6)
+        (0.5, 2.0)
+    """
+    group = q.shape[1] // k.shape[1]
+    # What is not visible may hold NaN.
+    seen_keys = mask.any(0)[:, None, None]
+    q = q.double()
+    k = k.double().where(seen_keys, 0.0).repeat_interleave(group, 1)
+    v = v.double().where(seen_keys, 0.0).repeat_interleave(group, 1)
+    x = scale * torch.einsum("rhd,khd->rhk", q, k)
+    size = abs(scale) * torch.einsum("rhd,khd->rhk", q.abs(), k.abs())
+    if softcap is not None:
+        x = softcap * torch.tanh(x / softcap)
+    if alibi_slopes is not None:
+        bias = alibi_slopes.double()[None, :, None] * distance.double()[:, None, :]
+        x, size = x - bias, size + bias.abs()
+    x = x.masked_fill(~mask[:, None, :], -torch.inf)
+    size = size.masked_fill(~mask[:, None, :], 0.0)
+    terms = x if sink_logits is None else torch.cat([x, sink_logits.double()[None, :, None].expand(x.shape[0], -1, 1)], dim=2)
+    if terms.shape[2] == 0:
+        zero = q.new_zeros(*q.shape[:2], v.shape[2])
+        return zero, zero.sum(-1) - torch.inf, zero, zero.sum(-1)
+    lse = torch.logsumexp(terms, dim=2)
+    p = torch.exp(x - lse.masked_fill(lse == -torch.inf, 0.0)[..., None])
+    out = torch.einsum("rhk,khd->rhd", p, v)
+    out_size = torch.einsum("rhk,khd->rhd", p, v.abs())
+    return out, lse, out_size, size.amax(2) if size.shape[2] else size.sum(2)
+
+
+def paged_decode(
+    q: torch.Tensor,
+    cache: KVCache,
+    page_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    window: int | None = None,
+    sinks: int = 0,
+    sink_logits: torch.Tensor | None = None,
+    kv_start: torch.Tensor | None = None,
+    q_start: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Attention of new query rows over a paged cache, as :func:`tkv.paged_decode`, one sequence after the other.
+
+    Args:
+        q, cache, page_table, seq_lens, scale, ...: as there.
+
+    Returns:
+        out, lse, magnitude of the output and of the scores, as :func:`attention`, in float64.
+
+    Example:
+        >>> cache = KVCache(torch.zeros(2, 4, 1, 16), torch.ones(2, 4, 1, 16))
+        >>> out, lse, *_ = paged_decode(torch.ones(1, 1, 16), cache, torch.tensor([[1, 0]]), torch.tensor([5]))
+        >>> out[0, 0, 0].item(), round(lse.exp().item(), 6)
+        (1.0, 5.0)
+    """
+    rows = q.unsqueeze(1) if q.dim() == 3 else q
+    scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
+    results = []
+    for seq in range(q.shape[0]):
+        num_keys = min(max(int(seq_lens[seq]), 0), page_table.shape[1] * cache.page_size)
+        start = 0 if kv_start is None else int(kv_start[seq])
+        first = int(seq_lens[seq]) + start - rows.shape[1] if q_start is None else int(q_start[seq])
+        q_positions = first + torch.arange(rows.shape[1], device=q.device)
+        k_positions = start + torch.arange(num_keys, device=q.device)
+        mask = visible(q_positions, k_positions, window, sinks)
+        # Pages that no row sees are not followed, nor are ids outside of the cache.
+        pages = page_table[seq, torch.arange(num_keys, device=q.device) // cache.page_size]
+        mask &= ((pages >= 0) & (pages < cache.num_pages))[None, :]
+        safe = page_table[seq].clamp(0, max(cache.num_pages - 1, 0))
+        k, v = gather(cache, safe, num_keys) if cache.num_pages else (rows.new_zeros(num_keys, cache.num_kv_heads, d) for d in (cache.head_dim, cache.v_head_dim))  # fmt: skip
+        results.append(
+            attention(
+                rows[seq], k, v, mask, q_positions[:, None] - k_positions[None, :],
+                scale=scale, softcap=softcap, alibi_slopes=alibi_slopes, sink_logits=sink_logits,
+            )  # fmt: skip
+        )
+    if not results:
+        empty = q.new_zeros(*q.shape[:-1], cache.v_head_dim, dtype=torch.float64)
+        return empty, empty.sum(-1), empty, empty.sum(-1)
+    out, lse, out_size, score_size = (torch.stack(parts) for parts in zip(*results, strict=True))
+    if q.dim() == 3:
+        return out[:, 0], lse[:, 0], out_size[:, 0], score_size[:, 0]
+    return out, lse, out_size, score_size
+
+
+def merge_states(outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Merge stacked partial results, as :func:`tkv.merge_states`.
+
+    Args:
+        outs: ``[parts, ..., head_dim]``.
+        lses: ``[parts, ...]``.
+
+    Returns:
+        out and lse in float64.
+
+    Example:
+        >>> out, lse = merge_states(torch.tensor([[[1.0]], [[torch.nan]]]), torch.tensor([[0.0], [-torch.inf]]))
+        >>> out.item(), lse.item()
+        (1.0, 0.0)
+    """
+    lses = lses.double()
+    lse = torch.logsumexp(lses, dim=0)
+    weights = torch.exp(lses - lse.masked_fill(lse == -torch.inf, 0.0))[..., None]
+    return (weights * outs.double().where(weights > 0, 0.0)).sum(0), lse

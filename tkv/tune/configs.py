@@ -1,0 +1,119 @@
+"""Launch configurations, and the analytic defaults that exist for every shape on every architecture."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from typing import Any
+
+from tkv.errors import DTypeError, RangeError, UnsupportedError
+
+# A sequence is split at least this finely, so that one long sequence in a large batch is spread over the GPU.
+MAX_SPLIT_LEN = 4096
+# Partial results of one call take at most this much memory; splits grow where they would take more.
+MAX_SCRATCH_BYTES = 256 << 20
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    """How `paged_decode` is launched.
+
+    Args:
+        block_m: query rows (query rows x heads of a group) of a tile, a power of two of at least 16.
+        block_n: keys of a tile, a power of two of at least 16.
+        num_warps: warps of a program.
+        num_stages: depth of the software pipeline.
+        split_len: keys of a split, a multiple of ``block_n``; None chooses by the size of the batch and the GPU.
+
+    Example:
+        >>> DecodeConfig(block_m=16, block_n=64, num_warps=4, num_stages=3)
+        DecodeConfig(block_m=16, block_n=64, num_warps=4, num_stages=3, split_len=None)
+    """
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    split_len: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, low, high in (("block_m", 16, 128), ("block_n", 16, 512), ("num_warps", 1, 16)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value & (value - 1) or not low <= value <= high:
+                raise RangeError(f"config.{name}: expected a power of two from {low} to {high}, got {value!r}")
+        if not isinstance(self.num_stages, int) or not 1 <= self.num_stages <= 8:
+            raise RangeError(f"config.num_stages: expected 1 to 8, got {self.num_stages!r}")
+        if self.split_len is not None and (not isinstance(self.split_len, int) or self.split_len < 1 or self.split_len % self.block_n):
+            raise RangeError(f"config.split_len: expected a multiple of block_n ({self.block_n}) or None, got {self.split_len!r}")
+
+    @classmethod
+    def of(cls, config: DecodeConfig | dict[str, Any]) -> DecodeConfig:
+        """A config from itself or from a dict of its fields.
+
+        Raises:
+            UnsupportedError: a key that the kernel does not have, or a key is missing.
+            RangeError: a value that cannot be launched.
+        """
+        if isinstance(config, cls):
+            return config
+        if not isinstance(config, dict):
+            raise DTypeError(f"config: expected a DecodeConfig or a dict of its fields, got {config!r}")
+        known = [field.name for field in fields(cls)]
+        unknown = sorted(set(config) - set(known))
+        missing = [name for name in known if name != "split_len" and name not in config]
+        if unknown or missing:
+            raise UnsupportedError(f"config: tunables are {', '.join(known)}; unknown {unknown}, missing {missing}")
+        return cls(**config)
+
+
+@lru_cache(maxsize=4096)
+def default_decode(arch: str, head_dim: int, bits: int, compute_bits: int, rows: int) -> DecodeConfig:
+    """The analytic default of `paged_decode`.
+
+    Args:
+        arch: architecture, as in ``tkv.tune.arch.ARCHS``.
+        head_dim: the larger head_dim of K and V.
+        bits: of a stored number.
+        compute_bits: of the dots' operands.
+        rows: query rows x heads of a group.
+
+    Returns:
+        A config that fits the architecture's shared memory.
+
+    Example:
+        >>> default_decode("sm90", 128, 16, 16, rows=8).block_m
+        16
+    """
+    block_m = 16 if compute_bits == 32 else max(16, min(64, 1 << (rows - 1).bit_length()))
+    return DecodeConfig(block_m=block_m, block_n=64, num_warps=4, num_stages=2)
+
+
+def split_plan(config: DecodeConfig, num_programs: int, max_keys: int, num_sms: int, part_bytes: int) -> tuple[int, int]:
+    """How many splits to launch for, and the tiles of a split.
+
+    A split's length is one for the whole batch; every sequence uses as many as its own length needs. It is chosen so that programs fill
+    the GPU a few times, is at most `MAX_SPLIT_LEN`, and grows where the partial results would take more than `MAX_SCRATCH_BYTES`.
+
+    Args:
+        config: the launch's config.
+        num_programs: programs of a launch without splits.
+        max_keys: visible keys of the longest sequence, as far as hints say.
+        num_sms: of the GPU.
+        part_bytes: of the partial results of one split of every sequence.
+
+    Returns:
+        (splits, tiles of a split); splits is 1 where partial results are not needed.
+
+    Example:
+        >>> config = DecodeConfig(16, 64, 4, 2)
+        >>> split_plan(config, num_programs=8, max_keys=32768, num_sms=132, part_bytes=4096)
+        (64, 8)
+    """
+    tiles = -(-max_keys // config.block_n)
+    if config.split_len is not None:
+        per_split = config.split_len // config.block_n
+    else:
+        wanted = max(1, -(-4 * num_sms // num_programs))
+        per_split = min(max(-(-tiles // wanted), -(-256 // config.block_n)), MAX_SPLIT_LEN // config.block_n)
+    splits = min(max(1, -(-tiles // per_split)), max(1, MAX_SCRATCH_BYTES // max(part_bytes, 1)), 65535)
+    return splits, max(per_split, 1)
