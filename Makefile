@@ -92,10 +92,10 @@ wheel-test: wheel ## install the wheel in a fresh environment outside of the rep
 ifeq ($(VENV),none)
 sanitize:
 	@"$(PYTHON)" -c 'import ttsem' 2>/dev/null || { echo "make sanitize needs ttsem and triton 3.9: leave out VENV=none" >&2; exit 1; }
-	$(IN_TREE) TKV_PORTABLE=1 $(PY) -m ttsem.sanitize pytest tests/sanitize -q $(ARGS)
+	$(IN_TREE) TKV_SANITIZE=1 TKV_PORTABLE=1 $(PY) -m ttsem.sanitize pytest tests/sanitize -q $(ARGS)
 else
 sanitize: $(SANITIZE_VENV)/.stamp ## some cases under a memory and race checker
-	$(IN_TREE) TKV_PORTABLE=1 $(SPY) -m ttsem.sanitize pytest tests/sanitize -q $(ARGS)
+	$(IN_TREE) TKV_SANITIZE=1 TKV_PORTABLE=1 $(SPY) -m ttsem.sanitize pytest tests/sanitize -q $(ARGS)
 endif
 
 .PHONY: clean

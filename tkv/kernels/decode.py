@@ -7,7 +7,7 @@ from tkv.kernels.tiles import codec
 from tkv.kernels.tiles.attend import attend_tiles, start
 from tkv.kernels.tiles.dots import round_to
 from tkv.kernels.tiles.softmax import LOG2_E, add_sink, lse_of, merge_step
-from tkv.kernels.tiles.visibility import full_visits, span_of
+from tkv.kernels.tiles.visibility import full_tiles, span_of
 
 
 @triton.jit
@@ -105,25 +105,19 @@ def decode_kernel(
 
     begin = split * per_split
     stop = tl.minimum(begin + per_split, span[5])
-    full_from, full_to = full_visits(
-        num_keys, kv_start, q_start + row_tile * BLOCK_M // group, tl.minimum(q_start + (row_tile * BLOCK_M + BLOCK_M - 1) // group, last),
-        options.window, span, ATTEND.BLOCK_N, ATTEND.HAS_WINDOW,
-    )  # fmt: skip
-    full_from = tl.minimum(tl.maximum(full_from, begin), stop)
-    full_to = tl.minimum(tl.maximum(full_to, full_from), stop)
+    masked_from = begin
     table_ptr = page_table_ptr + seq * table_stride
     state = start(BLOCK_M, V)
-    if ATTEND.HAS_WINDOW:
+    if not ATTEND.HAS_WINDOW:
+        # All but the last tiles are seen whole by every row. A window has few tiles, and both its ends are masked.
+        first_row = row_tile * BLOCK_M // group
+        masked_from = tl.minimum(tl.maximum(full_tiles(num_keys, kv_start, q_start + first_row, ATTEND.BLOCK_N), begin), stop)
         state = attend_tiles(
-            state, q, rows_scale, positions, slopes, cache, table_ptr, num_pages, head, kv_start, span, options, begin, full_from,
-            True, ATTEND, K, V, TARGET,
+            state, q, rows_scale, positions, slopes, cache, table_ptr, num_pages, head, kv_start, span, options, begin, masked_from,
+            False, ATTEND, K, V, TARGET,
         )  # fmt: skip
     state = attend_tiles(
-        state, q, rows_scale, positions, slopes, cache, table_ptr, num_pages, head, kv_start, span, options, full_from, full_to,
-        False, ATTEND, K, V, TARGET,
-    )  # fmt: skip
-    state = attend_tiles(
-        state, q, rows_scale, positions, slopes, cache, table_ptr, num_pages, head, kv_start, span, options, full_to, stop,
+        state, q, rows_scale, positions, slopes, cache, table_ptr, num_pages, head, kv_start, span, options, masked_from, stop,
         True, ATTEND, K, V, TARGET,
     )  # fmt: skip
 
@@ -139,7 +133,8 @@ def decode_kernel(
             lse, shrink = add_sink(lse, tl.load(sink_logits_ptr + q_heads, mask=in_rows, other=0.0).to(tl.float32))
             factor = factor * shrink
     out_rows = out_ptr + seq * out_strides.seq + split * out_strides.split + (q_rows.to(tl.int64) * out_strides.row + q_heads * out_strides.head)
-    for plane in tl.static_range(V.PLANES):
+    V_PLANES: tl.constexpr = V.PLANES
+    for plane in tl.static_range(V_PLANES):
         dims = codec.plane_dims(plane, V)
         out = round_to(acc[plane] * factor[:, None], out_ptr.dtype.element_ty, TARGET)
         tl.store(out_rows[:, None] + dims[None, :], out, mask=in_rows[:, None] & (dims < V.DIM)[None, :])

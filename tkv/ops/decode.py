@@ -226,6 +226,7 @@ def plan_decode(
         + (config.block_m, split, attend, k_storage, v_storage, target),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
+        max_registers=config.max_registers,
     )
     if splits == 1:
         return [decode]

@@ -30,12 +30,20 @@ class Launch:
     args: tuple[Any, ...]
     num_warps: int
     num_stages: int
+    max_registers: int | None = None
+
+    def options(self, backend: str) -> dict[str, int]:
+        """The launch's options for Triton's compiler."""
+        options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        if self.max_registers is not None and backend == "cuda":
+            options["maxnreg"] = self.max_registers
+        return options
 
     def run(self, device: torch.device) -> None:
         """Launch on the current stream of the device."""
         guard = torch.cuda.device(device) if device.type == "cuda" and device.index != torch.cuda.current_device() else nullcontext()
         with guard:
-            self.kernel[self.grid](*self.args, num_warps=self.num_warps, num_stages=self.num_stages)
+            self.kernel[self.grid](*self.args, **self.options("hip" if torch.version.hip else "cuda"))
 
 
 @lru_cache(maxsize=1)

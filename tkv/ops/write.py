@@ -65,13 +65,14 @@ def plan_write(k: torch.Tensor, v: torch.Tensor, cache: KVCache, slot_mapping: t
     from tkv.kernels.write import write_kernel
 
     block_d = padded(max(cache.head_dim, cache.v_head_dim))
-    # About 2048 numbers a program: 16 a thread.
-    block_h = max(1, min(1 << (cache.num_kv_heads - 1).bit_length(), 2048 // block_d))
+    # 16 numbers a thread.
+    block_r = max(1, 2048 // block_d)
+    num_rows = k.shape[0] * cache.num_kv_heads
     return Launch(
         write_kernel,
-        (k.shape[0], -(-cache.num_kv_heads // block_h)),
+        (-(-num_rows // block_r),),
         (k, v, paged_bytes(cache), slot_mapping, NewStrides(*k.stride()[:2]), NewStrides(*v.stride()[:2]), slot_mapping.stride(0))
-        + (cache.num_slots, cache.num_kv_heads, cache.page_size, block_h, block_d, *storages(cache), target_for(arch, interpret)),
-        num_warps=4 if block_h * block_d >= 1024 else 1,
+        + (num_rows, cache.num_slots, cache.num_kv_heads, cache.page_size, block_r, block_d, *storages(cache), target_for(arch, interpret)),
+        num_warps=4,
         num_stages=1,
     )

@@ -24,10 +24,11 @@ class DecodeConfig:
         num_warps: warps of a program.
         num_stages: depth of the software pipeline.
         split_len: keys of a split, a multiple of ``block_n``; None chooses by the size of the batch and the GPU.
+        max_registers: of a thread, NVIDIA only; None leaves it to ptxas, which may spill a few to fit more programs on an SM.
 
     Example:
         >>> DecodeConfig(block_m=16, block_n=64, num_warps=4, num_stages=3)
-        DecodeConfig(block_m=16, block_n=64, num_warps=4, num_stages=3, split_len=None)
+        DecodeConfig(block_m=16, block_n=64, num_warps=4, num_stages=3, split_len=None, max_registers=None)
     """
 
     block_m: int
@@ -35,6 +36,7 @@ class DecodeConfig:
     num_warps: int
     num_stages: int
     split_len: int | None = None
+    max_registers: int | None = None
 
     def __post_init__(self) -> None:
         for name, low, high in (("block_m", 16, 128), ("block_n", 16, 512), ("num_warps", 1, 16)):
@@ -45,6 +47,8 @@ class DecodeConfig:
             raise RangeError(f"config.num_stages: expected 1 to 8, got {self.num_stages!r}")
         if self.split_len is not None and (not isinstance(self.split_len, int) or self.split_len < 1 or self.split_len % self.block_n):
             raise RangeError(f"config.split_len: expected a multiple of block_n ({self.block_n}) or None, got {self.split_len!r}")
+        if self.max_registers is not None and (not isinstance(self.max_registers, int) or not 32 <= self.max_registers <= 255):
+            raise RangeError(f"config.max_registers: expected 32 to 255 or None, got {self.max_registers!r}")
 
     @classmethod
     def of(cls, config: DecodeConfig | dict[str, Any]) -> DecodeConfig:
@@ -60,7 +64,7 @@ class DecodeConfig:
             raise DTypeError(f"config: expected a DecodeConfig or a dict of its fields, got {config!r}")
         known = [field.name for field in fields(cls)]
         unknown = sorted(set(config) - set(known))
-        missing = [name for name in known if name != "split_len" and name not in config]
+        missing = [name for name in known if name not in ("split_len", "max_registers", *config)]
         if unknown or missing:
             raise UnsupportedError(f"config: tunables are {', '.join(known)}; unknown {unknown}, missing {missing}")
         return cls(**config)
@@ -84,8 +88,20 @@ def default_decode(arch: str, head_dim: int, bits: int, compute_bits: int, rows:
         >>> default_decode("sm90", 128, 16, 16, rows=8).block_m
         16
     """
-    block_m = 16 if compute_bits == 32 else max(16, min(64, 1 << (rows - 1).bit_length()))
-    return DecodeConfig(block_m=block_m, block_n=64, num_warps=4, num_stages=2)
+    wide = head_dim > 128
+    if arch.startswith("gfx9"):
+        return DecodeConfig(block_m=16, block_n=16 if wide and compute_bits == 32 else 32, num_warps=4, num_stages=2)
+    if arch.startswith("gfx"):
+        # Half the registers of gfx9: smaller tiles, and no second one in flight.
+        return DecodeConfig(block_m=16, block_n=16 if wide or compute_bits == 32 else 32, num_warps=4, num_stages=1)
+    if compute_bits == 32:
+        # IEEE float32 products run on the scalar units and hold both operands in registers.
+        block_m, block_n = 16, 16
+    elif wide:
+        block_m, block_n = 16, 64 if bits == 8 else 32
+    else:
+        block_m, block_n = (16, 128) if rows <= 16 else (32, 64)
+    return DecodeConfig(block_m, block_n, num_warps=4, num_stages=2, max_registers=255)
 
 
 def split_plan(config: DecodeConfig, num_programs: int, max_keys: int, num_sms: int, part_bytes: int) -> tuple[int, int]:

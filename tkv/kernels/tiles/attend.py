@@ -76,9 +76,9 @@ def start(BLOCK_M: tl.constexpr, V: tl.constexpr):
     # Nothing is summed yet, so any unit may follow; only a V whose scales change it starts below all of them.
     unit = tl.full([], 1.1754943508222875e-38 if V.SCALE == "token_head" else 1.0, tl.float32)
     if V.PLANES == 1:
-        return best, total, (tl.zeros([BLOCK_M, V.WIDTH], tl.float32),), unit
+        return best, total, (tl.full([BLOCK_M, V.WIDTH], 0.0, tl.float32),), unit
     else:
-        zeros = tl.zeros([BLOCK_M, V.WIDTH], tl.float32)
+        zeros = tl.full([BLOCK_M, V.WIDTH], 0.0, tl.float32)
         return best, total, (zeros, zeros), unit
 
 
@@ -92,6 +92,7 @@ def attend_tiles(
     Args: q: planes [BLOCK_M, K.WIDTH]; rows_scale, positions, slopes: [BLOCK_M]; head: int64; span: see `visibility`;
     MASKED: some row does not see some key of some visit.
     """
+    K_PLANES: tl.constexpr = K.PLANES
     best, total, acc, unit = state
     for visit in range(first, last):
         first_key = tile_of(visit, span) * ATTEND.BLOCK_N
@@ -104,8 +105,8 @@ def attend_tiles(
 
         words = load_words(cache.k, offsets_of(pages, rows, cache.k.strides), head, seen, True, K)
         k = codec.unpack(words, ATTEND.DTYPE, K, TARGET)  # planes [K.WIDTH, BLOCK_N]
-        x = tl.zeros([positions.shape[0], ATTEND.BLOCK_N], tl.float32)
-        for plane in tl.static_range(K.PLANES):
+        x = tl.full([positions.shape[0], ATTEND.BLOCK_N], 0.0, tl.float32)
+        for plane in tl.static_range(K_PLANES):
             x = dot(q[plane], k[plane], x, TARGET)
         if K.SCALE == "token_head":
             x = x * load_scales(cache.k, pages, rows, head, seen)[None, :]

@@ -82,12 +82,13 @@ def unpack_packed(words, STORAGE: tl.constexpr, TARGET: tl.constexpr):
         # With its sign bit flipped, byte b under 0x64 is the fp16 number 1024 + 128 + b.
         return tl.inline_asm_elementwise(
             """{
-            .reg .b32 flipped, low, high;
+            .reg .b32 flipped, low, high, bias;
+            mov.b32 bias, 0x64806480;
             xor.b32 flipped, $2, 0x80808080;
             prmt.b32 low, flipped, 0x64646464, 0x4240;
             prmt.b32 high, flipped, 0x64646464, 0x4341;
-            sub.rn.f16x2 $0, low, 0x64806480;
-            sub.rn.f16x2 $1, high, 0x64806480;
+            sub.rn.f16x2 $0, low, bias;
+            sub.rn.f16x2 $1, high, bias;
             }""",
             "=r,=r,r",
             [words],

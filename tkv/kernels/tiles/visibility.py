@@ -38,14 +38,9 @@ def tile_of(visit, span):
 
 
 @triton.jit
-def full_visits(num_keys, kv_start, first, last, window, span, BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr):
-    """Visits [start, stop) after the sinks whose tiles every row of positions first..last sees whole; they need no mask."""
-    shift = span[3] - span[4]
-    stop = tl.minimum(tl.maximum(tl.minimum(num_keys, first - kv_start + 1), 0) // BLOCK_N + shift, span[5])
-    start = span[3]
-    if HAS_WINDOW:
-        start = tl.maximum(tl.cdiv(tl.maximum(last - window + 1 - kv_start, 0), BLOCK_N) + shift, start)
-    return start, tl.maximum(stop, start)
+def full_tiles(num_keys, kv_start, first, BLOCK_N: tl.constexpr):
+    """How many leading tiles hold only keys that all rows from position `first` on see, without a window; they need no mask."""
+    return tl.maximum(tl.minimum(num_keys, first - kv_start + 1), 0) // BLOCK_N
 
 
 @triton.jit

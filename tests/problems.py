@@ -1,0 +1,346 @@
+"""Whole problems of decoding: a paged cache full of poison but for the keys that some row sees, queries, tables and options."""
+
+import math
+import os
+from dataclasses import dataclass, field, replace
+
+import torch
+from bounds import assert_close_to_reference
+from hypothesis import settings
+from hypothesis import strategies as st
+
+import tkv
+from tkv import reference
+from tkv.tune.configs import DecodeConfig
+
+FORMATS = ("fp32", "fp16", "bf16", "fp8_e4m3/tensor", "fp8_e4m3/token_head", "int8/token_head")
+LAYOUTS = ("nhd", "hnd", "mixed", "interleaved", "layers", "wide", "inline")
+SENTINELS = (2**31 - 1, -7)
+_EFFORT = {"ci": 1, "gpu": 4, "deep": 60}[os.environ.get("TKV_PROFILE", "ci")]
+
+
+def test_device():
+    """Where kernels run in this session."""
+    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+
+
+test_device.__test__ = False
+
+
+def effort(examples):
+    """Hypothesis settings for so many examples in the quickest profile, and more in the others."""
+    return settings(max_examples=examples * _EFFORT)
+
+
+def q_dtypes(kind):
+    """The dtypes of q that a format takes."""
+    kind = tkv.KVFormat.parse(kind)
+    return tuple({torch.float32, kind.torch_dtype}) if kind.is_native else (torch.float32, torch.float16, torch.bfloat16)
+
+
+def poison_(tensor):
+    """Fill with what would spoil a result: NaN, the NaN codes of fp8, -128, huge integers."""
+    if tensor.dtype == torch.float8_e4m3fn:
+        codes = tensor.view(torch.uint8)
+        codes.fill_(0x7F)
+        codes[..., 1::2].fill_(0xFF)
+    elif tensor.dtype.is_floating_point:
+        tensor.fill_(torch.nan)
+    elif tensor.dtype == torch.bool:
+        tensor.fill_(True)
+    elif tensor.element_size() == 1:
+        tensor.fill_(0x80 if tensor.dtype == torch.uint8 else -128)
+    else:
+        tensor.fill_(0x7F7F7F7F if tensor.element_size() >= 4 else 0x7F7F)
+    return tensor
+
+
+def bits(tensor):
+    """A copy of a tensor's bytes, for comparisons in which NaN equals itself."""
+    return torch.cat([tensor.reshape(-1)]).view(torch.uint8)
+
+
+def data_buffers(layout, shape, dtype):
+    """Poisoned tensors for K and V, [pages, page_size, heads, dim], laid out as engines do."""
+    pages, page_size, heads, dim = shape
+
+    def nhd():
+        return poison_(torch.empty(shape, dtype=dtype))
+
+    def hnd():
+        return poison_(torch.empty(pages, heads, page_size, dim, dtype=dtype)).transpose(1, 2)
+
+    if layout == "nhd":
+        return nhd(), nhd()
+    if layout == "hnd":
+        return hnd(), hnd()
+    if layout == "mixed":
+        return nhd(), hnd()
+    if layout == "interleaved":
+        return poison_(torch.empty(pages, 2, page_size, heads, dim, dtype=dtype)).unbind(1)
+    if layout == "layers":
+        return poison_(torch.empty(2, pages, 3, page_size, heads, dim, dtype=dtype))[:, :, 1].unbind(0)
+    assert layout == "wide"
+    return poison_(torch.empty(2, pages, page_size, heads, dim + 24, dtype=dtype))[..., 8 : 8 + dim].unbind(0)
+
+
+def scale_buffer(layout, shape):
+    """A poisoned tensor of scales, [pages, page_size, heads], with strides of its own."""
+    pages, page_size, heads = shape
+    if layout in ("hnd", "mixed"):
+        return poison_(torch.empty(pages, heads, page_size)).transpose(1, 2)
+    if layout == "nhd":
+        return poison_(torch.empty(shape))
+    return poison_(torch.empty(pages, page_size, heads, 3))[..., 1]
+
+
+def empty_cache(kind, layout, pages, page_size, heads, dim, k_scale=None, v_scale=None, device="cpu"):
+    """A cache that holds nothing but poison. `k_scale` and `v_scale` are static scales, for the formats that have them."""
+    kind = tkv.KVFormat.parse(kind)
+    shape, scales = (pages, page_size, heads, dim), [k_scale, v_scale]
+    if layout == "inline" and kind.is_dynamic:
+        # Each row's scale stands behind its numbers.
+        data = []
+        for i in range(2):
+            buffer = poison_(torch.empty(pages, page_size, heads, dim + 8, dtype=torch.uint8)).to(device)
+            data.append(buffer[..., :dim].view(kind.torch_dtype))
+            scales[i] = buffer[..., dim : dim + 4].view(torch.float32)[..., 0]
+            scales[i].fill_(torch.nan)
+        return tkv.KVCache(*data, *scales, format=kind)
+    layout = "wide" if layout == "inline" else layout
+    data = _on(data_buffers(layout, shape, kind.torch_dtype), device)
+    if kind.is_dynamic:
+        scales = _on([scale_buffer(layout, shape[:3]) for _ in range(2)], device)
+    return tkv.KVCache(*data, *scales, format=kind)
+
+
+def _on(tensors, device):
+    """The tensors on a device with the strides that they had: `to` would make dense copies of views."""
+    moved = []
+    for tensor in tensors:
+        if torch.device(device).type == "cpu":
+            moved.append(tensor)
+            continue
+        storage = tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0).to(device)
+        moved.append(storage.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()))
+    return moved
+
+
+def encode_rows(x, kind, static):
+    """(stored numbers, dynamic scales) of float32 rows [tokens, heads, dim]."""
+    if kind.is_native:
+        return reference.encode(x, kind), None
+    scale = reference.scales_of(x, kind) if kind.is_dynamic else torch.full(x.shape[:2], float(static))
+    return reference.encode(x / scale.where(scale > 0, 1.0)[..., None], kind), scale if kind.is_dynamic else None
+
+
+@dataclass
+class Problem:
+    """One call of paged_decode. `options` change what is computed, `launch` only how."""
+
+    q: torch.Tensor
+    cache: tkv.KVCache
+    page_table: torch.Tensor
+    seq_lens: torch.Tensor
+    options: dict = field(default_factory=dict)
+    launch: dict = field(default_factory=dict)
+    spec: dict = field(default_factory=dict)
+    v_size: torch.Tensor | float = 0.0
+    _truth: tuple | None = None
+
+    def run(self, **more):
+        """(out, lse) of the kernel."""
+        return tkv.paged_decode(
+            self.q, self.cache, self.page_table, self.seq_lens, return_lse=True, **{**self.options, **self.launch, **more}
+        )
+
+    @property
+    def truth(self):
+        """What the reference says, for the bounds."""
+        if self._truth is None:
+            self._truth = reference.paged_decode(self.q, self.cache, self.page_table, self.seq_lens, **self.options)
+        return self._truth
+
+    def check(self, **more):
+        """Run, compare with the reference, and give (out, lse)."""
+        out, lse = self.run(**more)
+        half = torch.float16 in (self.q.dtype, self.cache.k.dtype) or not self.cache.is_native
+        assert_close_to_reference(out, lse, self.truth, self.q.dtype, self.v_size if half and self.q.dtype != torch.float32 else 0.0)
+        return out, lse
+
+    def check_without(self, *names):
+        """`check` of the same problem without some of its options."""
+        return replace(self, options={name: value for name, value in self.options.items() if name not in names}, _truth=None).check()
+
+    def __repr__(self):
+        return f"build({', '.join(f'{name}={value!r}' for name, value in self.spec.items())})"
+
+    def _repr_pretty_(self, printer, cycle):
+        printer.text(repr(self))
+
+
+def build(
+    kind="fp32", lens=(5,), page_size=16, kv_heads=1, group=1, dim=64, q_dtype=None, q_len=None, layout="nhd", seed=0, *,
+    q_scale=1.0, k_amplitude=1.0, v_amplitude=1.0, v_mix=0.0, spike=0.0, k_scale=None, v_scale=None,
+    kv_start=None, q_start=None, index_dtype=torch.int32, launch=None, edit=None, **options,
+):  # fmt: skip
+    """A problem. Tensors in `options` may come as lists; amplitudes are of the decoded numbers.
+
+    v_mix: the amplitude of V varies from token to token by up to 10^v_mix; spike: score that one key of each sequence has with one row;
+    edit: called with each sequence's q [rows, heads, dim], k and v [keys, heads, dim] before they are stored, to change them in place.
+    """
+    spec = {name: value for name, value in locals().items() if name not in ("options", "launch", "edit")} | options
+    spec["launch"] = launch or {}
+    device, rng = test_device(), torch.Generator().manual_seed(seed)
+    form = tkv.KVFormat.parse(kind)
+    q_dtype = q_dtype or q_dtypes(kind)[0]
+    rows, num_seqs = q_len or 1, len(lens)
+
+    q = torch.randn(num_seqs, rows, kv_heads * group, dim, generator=rng) * q_scale
+    largest = torch.finfo(q_dtype).max
+    q = q.clamp(-largest, largest).to(q_dtype)
+    page_counts = [-(-n // page_size) for n in lens]
+    spare = 2
+    order = torch.randperm(sum(page_counts) + spare, generator=rng).tolist()
+    statics = [None if form.scale != "tensor" else float(s if s is not None else 0.5) for s in (k_scale, v_scale)]
+    cache = empty_cache(kind, layout, len(order), page_size, kv_heads, dim, *statics)
+
+    width, v_size = max(page_counts, default=0), torch.zeros(num_seqs)
+    table = torch.full((num_seqs, width + 3), SENTINELS[seed % 2], dtype=index_dtype)
+    for seq, n in enumerate(lens):
+        start = kv_start[seq] if kv_start else 0
+        first = q_start[seq] if q_start else n + start - rows
+        positions = torch.arange(n)
+        seen = reference.visible(
+            first + torch.arange(rows), start + positions, options.get("window"), options.get("sinks", 0)
+        ).any(0)
+        pages = torch.tensor([order.pop() for _ in range(page_counts[seq])], dtype=index_dtype)
+        followed = torch.zeros(len(pages), dtype=torch.bool)
+        followed[(positions[seen] // page_size).unique()] = True
+        # Of pages that no row sees, some entries lead out of the cache and some to poison.
+        lost = torch.rand(len(pages), generator=rng) < 0.5
+        table[seq, : len(pages)] = torch.where(followed | ~lost, pages, table[seq, : len(pages)])
+
+        k = torch.randn(n, kv_heads, dim, generator=rng) * k_amplitude
+        v = torch.randn(n, kv_heads, dim, generator=rng) * v_amplitude
+        v = v * 10 ** (-v_mix * torch.rand(n, kv_heads, 1, generator=rng))
+        if spike and seen.any():
+            key = int(positions[seen][int(torch.randint(int(seen.sum()), (), generator=rng))])
+            head = int(torch.randint(kv_heads, (), generator=rng))
+            row = q[seq, int(torch.randint(rows, (), generator=rng)), head * group].float()
+            scale = options.get("scale") or 1 / math.sqrt(dim)
+            k[key, head] = row * (spike / (scale * row.square().sum().clamp_min(1e-20)))
+        if edit:
+            edit(q[seq], k, v)
+        page, offset = pages.long()[positions[seen] // page_size], positions[seen] % page_size
+        for x, data, scales, static in ((k, cache.k, cache.k_scale, statics[0]), (v, cache.v, cache.v_scale, statics[1])):
+            codes, dynamic = encode_rows(x[seen], form, static)
+            data[page, offset] = codes
+            if dynamic is not None:
+                scales[page, offset] = dynamic
+        if seen.any():
+            scales = cache.v_scale[page, offset] if form.is_dynamic else cache.v_scale
+            v_size[seq] = n * reference.dequantize(cache.v[page, offset], scales).abs().max()
+
+    lens_buffer = torch.full((num_seqs + 2,), 2**31 - 1, dtype=index_dtype)
+    lens_buffer[1:-1] = torch.tensor(lens, dtype=index_dtype)
+    for name, starts in (("kv_start", kv_start), ("q_start", q_start)):
+        if starts is not None:
+            options[name] = torch.tensor(starts, dtype=index_dtype)
+    for name, dtype in (("alibi_slopes", torch.float32), ("sink_logits", q_dtype)):
+        if isinstance(options.get(name), list | tuple):
+            options[name] = torch.tensor(options[name]).to(dtype)
+    options = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in options.items()}
+    tensors = _on([cache.k, cache.v, *(s for s in (cache.k_scale, cache.v_scale) if s is not None)], device)
+    cache = tkv.KVCache(*tensors, format=form)
+    # q as engines have it: a slice of a wider tensor.
+    wide = poison_(torch.empty(num_seqs, rows, kv_heads * group + 2, dim, dtype=q_dtype))
+    wide[:, :, 1:-1] = q
+    q = wide.to(device)[:, :, 1:-1]
+    return Problem(
+        q if q_len else q[:, 0],
+        cache,
+        table.to(device)[:, :width],
+        lens_buffer.to(device)[1:-1],
+        options,
+        dict(launch or {}),
+        spec,
+        v_size.reshape(-1, *[1] * (q.dim() - 1 if q_len else q.dim() - 2)),
+    )
+
+
+# Tiles times rows of tiles times heads that a problem may take, and rows of split results: about two seconds in the interpreter.
+MAX_VISITS, MAX_SPLIT_ROWS = 72, 96
+
+
+@st.composite
+def problems(draw, kind=None, **fixed):
+    """Any problem of decoding, of one format if `kind` is given; `fixed` go to `build` as they are."""
+    kind = kind or draw(st.sampled_from(FORMATS))
+    q_dtype = draw(st.sampled_from(q_dtypes(kind)))
+    page_size = draw(st.sampled_from([1, 3, 16, 64, 528]))
+    dim = 8 * draw(st.one_of(st.sampled_from([2, 8, 10, 12, 14, 16, 20, 24, 32]), st.integers(2, 32)))
+    config = draw(st.one_of(st.none(), small_configs()))
+    block_m, block_n = (config.block_m, config.block_n) if config else (16, 64)
+    group = draw(st.one_of(st.integers(1, 8), st.sampled_from([1, 4, 16, 48, 128])))
+    q_len = draw(st.one_of(st.none(), st.integers(1, 5), st.sampled_from([16, 33, 64])))
+    kv_heads = draw(st.integers(1, 3))
+    if (q_len or 1) * group > 144:
+        q_len = draw(st.sampled_from([None, 1, 2]))
+    rows = q_len or 1
+    if -(-rows * group // block_m) * kv_heads > 8:
+        kv_heads = 1
+    if rows * group * kv_heads > MAX_SPLIT_ROWS and config:
+        config = DecodeConfig(config.block_m, config.block_n, config.num_warps, config.num_stages)
+    tiles = max(2, MAX_VISITS // (-(-rows * group // block_m) * kv_heads))
+
+    num_seqs = draw(st.integers(1, max(1, min(4, MAX_SPLIT_ROWS // (rows * group)))))
+    longest = max(2, tiles // num_seqs * block_n)
+    near = [n for edge in (page_size, block_n, 2 * block_n) for n in (edge - 1, edge, edge + 1) if 0 < n <= longest]
+    one_len = st.one_of(st.integers(0, longest), st.sampled_from([0, 1, *near]))
+    lens = draw(st.lists(one_len, min_size=num_seqs, max_size=num_seqs))
+
+    options = draw(attention_options(lens, rows, kv_heads * group))
+    if draw(st.booleans()) and kind == "fp8_e4m3/tensor":
+        options |= {"k_scale": draw(st.sampled_from([0.05, 1.0, 3.0])), "v_scale": draw(st.sampled_from([0.125, 2.0, 77.0]))}
+    return build(
+        kind, lens, page_size, kv_heads, group, dim, q_dtype, q_len, draw(st.sampled_from(LAYOUTS)), draw(st.integers(0, 2**31 - 1)),
+        q_scale=draw(st.sampled_from([1.0, 1.0, 0.01, 8.0])),
+        v_amplitude=draw(st.sampled_from([1.0, 1.0, 1e-3, 30.0])) * (options.get("v_scale", 1.0)),
+        v_mix=draw(st.sampled_from([0.0, 0.0, 2.0])),
+        spike=draw(st.sampled_from([0.0, 6.0, 20.0])),
+        index_dtype=draw(st.sampled_from([torch.int32, torch.int64])),
+        launch={"config": config, "max_seq_len": draw(st.sampled_from([None, None, 0, 1, max(lens), 10 * max(lens) + 7]))},
+        **options, **fixed,
+    )  # fmt: skip
+
+
+@st.composite
+def small_configs(draw):
+    """Launches with small tiles and short splits, so that few keys make many of both."""
+    block_n = draw(st.sampled_from([16, 32]))
+    split_len = draw(st.sampled_from([None, block_n, 2 * block_n, 4 * block_n]))
+    return DecodeConfig(draw(st.sampled_from([16, 16, 32])), block_n, 4, 1, split_len)
+
+
+@st.composite
+def attention_options(draw, lens, rows, num_q_heads):
+    """Options of attention that fit sequences of these lengths."""
+    options = {}
+    if draw(st.booleans()):
+        options["window"] = draw(st.integers(1, max(lens) + 2))
+        options["sinks"] = draw(st.sampled_from([0, 0, 1, 4, 17]))
+    if draw(st.integers(0, 3)) == 0:
+        options["softcap"] = draw(st.sampled_from([0.5, 5.0, 30.0]))
+    if draw(st.integers(0, 3)) == 0:
+        options["alibi_slopes"] = [(0.0, *(2.0**-e for e in range(8)))[h % 9] for h in range(num_q_heads)]
+    if draw(st.integers(0, 2)) == 0:
+        options["sink_logits"] = [(-torch.inf, 1.5, -2.0, 6.0)[h % 4] for h in range(num_q_heads)]
+    if draw(st.integers(0, 2)) == 0:
+        options["kv_start"] = [draw(st.sampled_from([0, 1, 5, 16, 100, 10**6])) for _ in lens]
+    if draw(st.integers(0, 2)) == 0:
+        starts = options.get("kv_start") or [0] * len(lens)
+        options["q_start"] = [start + draw(st.integers(-rows - 1, n + 20)) for start, n in zip(starts, lens)]
+    if draw(st.integers(0, 3)) == 0:
+        options["scale"] = draw(st.sampled_from([0.0, 0.02, 0.5]))
+    return options

@@ -1,0 +1,102 @@
+"""The tkv command: arguments, exit statuses, and the choice between a GPU and the interpreter."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import tkv
+from tkv import cli
+from tkv.demo import SCENARIOS, DemoError, run_scenario
+
+
+@pytest.fixture
+def environ(monkeypatch):
+    """The environment, given back as it was."""
+    monkeypatch.setattr(os, "environ", {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"})
+    return os.environ
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"tkv {tkv.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "COMMAND"),
+        (["nonsense"], "nonsense"),
+        (["demo", "--scenario", "nonsense"], "nonsense"),
+        (["demo", "--dtype", "fp64"], "fp64"),
+        (["demo", "--workers", "0"], "at least 1"),
+        (["demo", "--workers", "two"], "two"),
+    ],
+)
+def test_wrong_arguments(argv, message, capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(argv)
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_help_names_every_command(capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--help"])
+    assert ended.value.code == 0
+    assert "demo" in capsys.readouterr().out
+
+
+def test_demo_passes_its_arguments_on(environ, monkeypatch):
+    calls = []
+    monkeypatch.setattr(cli, "run_scenario", lambda *args, **kwargs: calls.append((args, kwargs)) or 1)
+    assert cli.main(["demo"]) == 1
+    assert cli.main(["demo", "--scenario", "decode", "--dtype", "bf16", "--workers", "3"]) == 1
+    assert calls == [(("decode",), dict(dtype="fp32", workers=None)), (("decode",), dict(dtype="bf16", workers=3))]
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "message"), [(DemoError("no model"), 1, "no model"), (KeyboardInterrupt(), 130, "interrupted")]
+)
+def test_errors_become_exit_statuses(error, status, message, environ, monkeypatch, capsys):
+    def fail(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr(cli, "run_scenario", fail)
+    assert cli.main(["demo"]) == status
+    assert message in capsys.readouterr().err
+
+
+def test_missing_package_is_named(monkeypatch):
+    def missing(module):
+        raise ModuleNotFoundError("No module named 'transformers'", name="transformers")
+
+    monkeypatch.setattr("tkv.demo.import_module", missing)
+    with pytest.raises(DemoError, match=r"transformers: run `make demo`, or `pip install 'tkv\[demo\]'`"):
+        run_scenario("decode")
+
+
+def test_unknown_scenario():
+    with pytest.raises(KeyError, match="nonsense"):
+        run_scenario("nonsense")
+    assert "decode" in SCENARIOS
+
+
+@pytest.mark.parametrize(
+    ("gpu", "before", "after"), [(False, None, "1"), (False, "0", "0"), (False, "1", "1"), (True, None, None), (True, "1", "1")]
+)
+def test_interpreter_where_there_is_no_gpu(gpu, before, after, environ, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    if before is not None:
+        environ["TRITON_INTERPRET"] = before
+    cli.interpret_without_gpu()
+    assert environ.get("TRITON_INTERPRET") == after
+
+
+def test_command_does_not_import_triton_before_it_has_chosen():
+    code = "import sys, tkv.cli; sys.exit('triton' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], env={**os.environ, "TRITON_INTERPRET": "0"}).returncode == 0

@@ -1,0 +1,265 @@
+"""The helpers that every kernel is made of, against brute force: positions to tiles and masks, pages to offsets, dots, codecs."""
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from hypothesis import given
+from hypothesis import strategies as st
+from problems import effort, test_device
+
+import tkv
+from tkv import reference
+from tkv.kernels.args import Storage, Target, TokenStrides
+from tkv.kernels.tiles import codec
+from tkv.kernels.tiles.attend import power_of_two_from, tanh, unit_for
+from tkv.kernels.tiles.dots import dot, round_to
+from tkv.kernels.tiles.paging import locate, offsets_of
+from tkv.kernels.tiles.visibility import full_tiles, seen_by_rows, seen_keys, span_of, tile_of
+from tkv.ops.decode import triton_dtype
+from tkv.ops.launch import arch_name, interpreting, target_for
+
+DEVICE = test_device()
+TARGET = target_for(arch_name(DEVICE), interpreting())
+# Every way to decode that can run here: portable integers always, inline PTX on a GPU.
+TARGETS = {Target(TARGET.INTERPRET, True, e4m3) for e4m3 in (True, False)}
+if not TARGET.PORTABLE:
+    TARGETS |= {Target(False, False, e4m3) for e4m3 in {TARGET.E4M3, False}}
+MAX_TILES = 12
+
+
+@triton.jit
+def visits_kernel(args_ptr, counts_ptr, tiles_ptr, seen_ptr, rows_ptr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, HAS_WINDOW: tl.constexpr):
+    """For ROWS query rows from `first` on: the visits of their span, its full tiles, and both masks of every visit."""
+    num_keys = tl.load(args_ptr)
+    kv_start = tl.load(args_ptr + 1)
+    first = tl.load(args_ptr + 2)
+    window = tl.load(args_ptr + 3)
+    sinks = tl.load(args_ptr + 4)
+    last = first + ROWS - 1
+    span = span_of(num_keys, kv_start, first, last, window, sinks, BLOCK_N, HAS_WINDOW)
+    tl.store(counts_ptr, span[5])
+    tl.store(counts_ptr + 1, full_tiles(num_keys, kv_start, first, BLOCK_N))
+    lanes = tl.arange(0, BLOCK_N)
+    rows = tl.arange(0, ROWS)
+    for visit in range(0, span[5]):
+        keys = tile_of(visit, span) * BLOCK_N + lanes
+        tl.store(tiles_ptr + visit, tile_of(visit, span))
+        tl.store(seen_ptr + visit * BLOCK_N + lanes, seen_keys(keys, span).to(tl.int8))
+        by_rows = seen_by_rows(keys + kv_start, first + rows, window, sinks, HAS_WINDOW)
+        tl.store(rows_ptr + (visit * ROWS + rows[:, None]) * BLOCK_N + lanes[None, :], by_rows.to(tl.int8))
+
+
+@st.composite
+def spans(draw):
+    block_n, rows = draw(st.sampled_from([16, 32])), draw(st.sampled_from([1, 2, 4, 16]))
+    num_keys = draw(st.integers(0, MAX_TILES * block_n))
+    kv_start = draw(st.sampled_from([0, 0, 3, 16, 50, 2**29]))
+    first = draw(st.one_of(st.just(num_keys + kv_start - rows), st.integers(kv_start - rows - 2, kv_start + num_keys + 40)))
+    window = draw(st.one_of(st.none(), st.integers(1, 80), st.just(2**30)))
+    sinks = draw(st.one_of(st.just(0), st.integers(0, 70), st.just(2**30)))
+    return block_n, rows, num_keys, kv_start, first, window, sinks
+
+
+@effort(200)
+@given(spans())
+def test_every_visible_key_is_visited_once_and_nothing_else(case):
+    block_n, rows, num_keys, kv_start, first, window, sinks = case
+    args = torch.tensor([num_keys, kv_start, first, window or 0, sinks], dtype=torch.int32, device=DEVICE)
+    counts = torch.zeros(2, dtype=torch.int32, device=DEVICE)
+    tiles = torch.full((2 * MAX_TILES,), -1, dtype=torch.int32, device=DEVICE)
+    seen = torch.zeros(2 * MAX_TILES, block_n, dtype=torch.int8, device=DEVICE)
+    by_rows = torch.zeros(2 * MAX_TILES, rows, block_n, dtype=torch.int8, device=DEVICE)
+    visits_kernel[(1,)](args, counts, tiles, seen, by_rows, block_n, rows, window is not None)
+
+    q_positions = first + torch.arange(rows)
+    truth = torch.zeros(rows, MAX_TILES * block_n, dtype=torch.bool)
+    truth[:, :num_keys] = reference.visible(q_positions, kv_start + torch.arange(num_keys), window, sinks)
+    truth = truth.view(rows, MAX_TILES, block_n)
+    count, full = counts.tolist()
+    visited = tiles[:count].tolist()
+    wanted = truth.any(2).any(0).nonzero()[:, 0].tolist()
+    assert visited == wanted, "every tile with a visible key once, in order, and no other"
+    for visit, tile in enumerate(visited):
+        assert torch.equal(seen[visit].bool().cpu(), truth[:, tile].any(0)), f"keys of tile {tile}"
+        assert torch.equal((by_rows[visit] & seen[visit]).bool().cpu(), truth[:, tile]), f"rows of tile {tile}"
+    if window is None:
+        assert full == sum(bool(truth[:, tile].all()) for tile in wanted), "tiles without a mask are all that need none"
+        assert all(truth[:, tile].all() for tile in range(full))
+
+
+@triton.jit
+def locate_kernel(table_ptr, pages_ptr, rows_ptr, seen_ptr, first_key, num_keys, num_pages, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    lanes = tl.arange(0, BLOCK_N)
+    pages, rows, seen = locate(first_key, first_key + lanes < num_keys, table_ptr, num_pages, PAGE_SIZE, BLOCK_N)
+    tl.store(pages_ptr + lanes, pages)
+    tl.store(rows_ptr + lanes, rows)
+    tl.store(seen_ptr + lanes, seen.to(tl.int8))
+
+
+@pytest.mark.parametrize("page_size", [1, 3, 16, 32, 64, 528])
+def test_keys_are_found_in_their_pages_and_pages_outside_of_the_cache_are_not(page_size):
+    num_keys, block_n = 75, 32
+    table = (torch.arange(-(-num_keys // page_size)) * 7 % 50).to(torch.int32).to(DEVICE)
+    table[-1] = 50
+    for first in (0, 32, 64):
+        pages, rows = (torch.zeros(block_n, dtype=torch.int64, device=DEVICE) for _ in range(2))
+        seen = torch.zeros(block_n, dtype=torch.int8, device=DEVICE)
+        locate_kernel[(1,)](table, pages, rows, seen, first, num_keys, 50, page_size, block_n)
+        for lane, key in enumerate(range(first, first + block_n)):
+            page = table[key // page_size].item() if key < num_keys else -1
+            assert seen[lane].item() == (0 <= page < 50)
+            if seen[lane]:
+                assert (pages[lane].item(), rows[lane].item()) == (page, key % page_size)
+
+
+@triton.jit
+def offsets_kernel(out_ptr, table_ptr, strides, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    lanes = tl.arange(0, BLOCK_N)
+    pages, rows, _ = locate(0, lanes >= 0, table_ptr, 2**30, PAGE_SIZE, BLOCK_N)
+    tl.store(out_ptr + lanes, offsets_of(pages, rows, strides))
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 5])
+def test_offsets_are_64_bits_wide(page_size):
+    strides = TokenStrides(page=3 * 2**24 + 8, token=2**27 + 1, head=64)
+    table = torch.tensor([2**20 + i for i in range(16)], dtype=torch.int32, device=DEVICE)
+    out = torch.zeros(16, dtype=torch.int64, device=DEVICE)
+    offsets_kernel[(1,)](out, table, strides, page_size, 16)
+    assert out.tolist() == [(2**20 + i // page_size) * strides.page + i % page_size * strides.token for i in range(16)]
+
+
+@triton.jit
+def dot_kernel(a_ptr, b_ptr, out_ptr, TARGET: tl.constexpr):
+    i, j = tl.arange(0, 32)[:, None], tl.arange(0, 32)[None, :]
+    a, b = tl.load(a_ptr + i * 32 + j), tl.load(b_ptr + i * 32 + j)
+    acc = tl.full([32, 32], 1.0, tl.float32)
+    tl.store(out_ptr + i * 32 + j, dot(a, b, acc, TARGET))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_a_dot_is_right_for_every_dtype(dtype):
+    # Numbers of many bits and all signs: bf16 bits multiplied as integers, or fp32 cut to TF32, are far off.
+    a, b = (torch.randn(32, 32, generator=torch.Generator().manual_seed(seed)).to(dtype).to(DEVICE) for seed in (1, 2))
+    out = torch.zeros(32, 32, device=DEVICE)
+    dot_kernel[(1,)](a, b, out, TARGET)
+    size = a.double().abs() @ b.double().abs() + 1
+    assert bool(((out.double() - a.double() @ b.double() - 1).abs() <= 2.0**-20 * size).all())
+
+
+@triton.jit
+def map_kernel(x_ptr, out_ptr, num, OP: tl.constexpr, DTYPE: tl.constexpr, TARGET: tl.constexpr):
+    """One function of float32 numbers, number by number."""
+    i = tl.program_id(0) * 8192 + tl.arange(0, 8192)
+    x = tl.load(x_ptr + i, mask=i < num, other=1.0)
+    if OP == "round_to":
+        y = round_to(x, DTYPE, TARGET)
+    elif OP == "round_even":
+        y = codec.round_even(x)
+    elif OP == "tanh":
+        y = tanh(x)
+    elif OP == "power_of_two_from":
+        y = power_of_two_from(x)
+    elif OP == "encode_e4m3":
+        y = codec.encode_e4m3(x)
+    else:
+        y = codec.encode_int8(x)
+    tl.store(out_ptr + i, y, mask=i < num)
+
+
+def mapped(op, x, dtype):
+    """A function of `map_kernel` on the CPU."""
+    x = x.to(DEVICE)
+    out = torch.empty(x.shape, dtype=torch.uint8 if op.startswith("encode") else dtype, device=DEVICE)
+    map_kernel[(-(-x.numel() // 8192),)](x, out, x.numel(), op, triton_dtype(dtype), TARGET)
+    return out.cpu()
+
+
+def telling_floats():
+    """float32 of every sign, exponent and leading bits, with low bits around ties; Inf and NaN among them."""
+    high = torch.arange(-(2**15), 2**15, dtype=torch.int32) << 16
+    low = torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], dtype=torch.int32)
+    return (high[:, None] | low[None, :]).flatten().view(torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rounding_is_to_nearest_even(dtype):
+    x = telling_floats()
+    if TARGET.INTERPRET and dtype == torch.bfloat16:
+        # Below, the interpreter's own conversion to bfloat16 is wrong.
+        x = x.where(~(x.abs() < 2.0**-126), 0.0)
+    torch.testing.assert_close(mapped("round_to", x, dtype), x.to(dtype), rtol=0, atol=0, equal_nan=True)
+
+
+def test_every_float_is_encoded_as_e4m3_like_a_saturating_cast():
+    x = telling_floats()
+    expected = x.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
+    got = mapped("encode_e4m3", x, torch.float32)
+    wrong = (got != expected) & ~x.isnan()
+    assert not wrong.any(), f"{x[wrong][:4]} gave {got[wrong][:4]}, expected {expected[wrong][:4]}"
+    assert bool(((got & 0x7F) == 0x7F)[x.isnan()].all())
+
+
+def test_every_float_is_encoded_as_int8_rounded_and_saturated():
+    x = torch.cat([telling_floats(), torch.arange(-1300, 1300) / 10.0])
+    assert torch.equal(mapped("encode_int8", x, torch.float32).view(torch.int8), reference.encode(x, tkv.KVFormat.parse("int8/token_head")))
+
+
+def test_round_even_rounds_ties_to_even():
+    x = torch.cat([torch.arange(-600, 600) / 4.0, torch.tensor([2.0**21 + 0.5, -(2.0**21) - 1.5])])
+    assert torch.equal(mapped("round_even", x, torch.float32), x.round())
+
+
+def test_tanh_is_right_to_a_few_units_of_the_last_place():
+    x = torch.cat([torch.linspace(-12, 12, 4001), torch.tensor([0.0, 1e-30, -1e-6, 0.24999, 0.25001, 50.0, -1e9, 3e38])])
+    got, expected = mapped("tanh", x, torch.float32).double(), x.double().tanh()
+    assert bool(((got - expected).abs() <= 2.0**-20 * expected.abs()).all())
+    assert bool((got.abs() <= 1).all())
+
+
+def test_the_power_of_two_above_a_scale_is_the_least():
+    x = torch.tensor([0.0, 1e-38, 0.75, 1.0, 1.0000001, 3.0, 4.0, 1e30])
+    got = mapped("power_of_two_from", x, torch.float32)
+    assert got.tolist() == [0.0, 2.0**-126, 1.0, 1.0, 2.0, 4.0, 4.0, 2.0**100]
+
+
+@triton.jit
+def unit_kernel(scales_ptr, out_ptr, unit):
+    scales = tl.load(scales_ptr + tl.arange(0, 16))
+    tl.store(out_ptr, unit_for(scales, tl.zeros([], tl.float32) + unit))
+
+
+def test_the_unit_of_a_tile_follows_its_largest_scale_but_never_falls_so_far_that_sums_overflow():
+    cases = [
+        ([0.0] * 16, 3.5, 3.5),
+        ([0.1] + [1e-9] * 15, 1.5, 0.125),
+        ([3.0, 5.0] + [0.0] * 14, 0.25, 8.0),
+        ([1e-30] * 16, 1.5, 1.5 * 2.0**-64),
+    ]
+    for scales, unit, expected in cases:
+        out = torch.zeros((), device=DEVICE)
+        unit_kernel[(1,)](torch.tensor(scales, device=DEVICE), out, unit)
+        assert out.item() == expected
+
+
+@triton.jit
+def unpack_kernel(words_ptr, out_ptr, DTYPE: tl.constexpr, STORAGE: tl.constexpr, TARGET: tl.constexpr):
+    i = tl.program_id(0) * 4096 + tl.arange(0, 4096)
+    planes = codec.unpack(tl.load(words_ptr + i), DTYPE, STORAGE, TARGET)
+    tl.store(out_ptr + 2 * i, planes[0].to(tl.float32) * codec.unit(STORAGE, TARGET))
+    tl.store(out_ptr + 2 * i + 1, planes[1].to(tl.float32) * codec.unit(STORAGE, TARGET))
+
+
+@pytest.mark.parametrize("target", sorted(TARGETS), ids=lambda t: f"portable={t.PORTABLE}-e4m3={t.E4M3}")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("code", ["fp8_e4m3", "int8"])
+def test_every_word_decodes_to_both_of_its_numbers(code, dtype, target):
+    words = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
+    out = torch.empty(2**17, device=DEVICE)
+    unpack_kernel[(16,)](words.to(DEVICE), out, triton_dtype(dtype), Storage(code, "token_head", 64, 2, 32), target)
+    expected = words.view(torch.float8_e4m3fn if code == "fp8_e4m3" else torch.int8).float()
+    got = out.cpu()
+    finite = ~expected.isnan()
+    assert torch.equal(got[finite], expected[finite])
+    # The bit path reads the two NaN codes as +-480.
+    assert bool((got[~finite].isnan() | (got[~finite].abs() == 480)).all())

@@ -1,0 +1,270 @@
+"""Build the very launches that the ops make, for any architecture, on a machine without a GPU.
+
+A :class:`Case` names an op and a shape; its tensors are made on the meta device, the op's own plan turns them into launches, and each is
+compiled with the types, alignments and constants that Triton would see at run time.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing import get_context
+from typing import Any
+
+import torch
+
+from tkv.cache import KVCache
+from tkv.errors import UnsupportedError
+from tkv.ops.decode import plan_decode
+from tkv.ops.launch import Launch
+from tkv.ops.merge import plan_merge
+from tkv.ops.write import plan_write
+from tkv.tune import machine_code
+from tkv.tune.arch import arch as arch_facts
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+# A batch and a table like an engine's; sizes that reach the kernel as run-time values only.
+NUM_SEQS, MAX_PAGES, NUM_KV_HEADS = 8, 512, 8
+
+
+@dataclass(frozen=True)
+class Case:
+    """A kernel and what it is compiled for.
+
+    Args:
+        op: ``"write"``, ``"decode"``, ``"reduce"`` or ``"merge"``.
+        dtype: of q, k, v or the states: ``"fp32"``, ``"fp16"`` or ``"bf16"``.
+        format: of the cache.
+        head_dim, group, q_len, page_size: the shape.
+        window, softcap, alibi: options that the kernel is compiled for.
+
+    Example:
+        >>> Case("decode", dtype="fp16", format="int8/token_head", head_dim=64).name
+        'decode fp16 int8/token_head d64 g8 q1 p16'
+    """
+
+    op: str
+    dtype: str = "bf16"
+    format: str = "bf16"
+    head_dim: int = 128
+    group: int = 8
+    q_len: int = 1
+    page_size: int = 16
+    window: bool = False
+    softcap: bool = False
+    alibi: bool = False
+
+    @property
+    def name(self) -> str:
+        """A short name for tables."""
+        flags = "".join(f" {flag}" for flag in ("window", "softcap", "alibi") if getattr(self, flag))
+        kind = "" if self.op in ("merge", "reduce") else f" {self.format}"
+        shape = f" g{self.group} q{self.q_len} p{self.page_size}" if self.op == "decode" else ""
+        return f"{self.op} {self.dtype}{kind} d{self.head_dim}{shape}{flags}"
+
+
+@dataclass(frozen=True)
+class Report:
+    """What compiling a case for an architecture gave.
+
+    Attributes:
+        case, arch, triton: what was compiled, for what, by which Triton.
+        registers, spills: a thread's, see :class:`tkv.tune.machine_code.Usage`.
+        shared: bytes of shared memory of a program.
+        fits: shared memory is within the architecture's limit.
+        loop: instructions of the main loop, by name; empty without matrix instructions.
+        loop_matrix: matrix instructions in it.
+        tf32: the code multiplies in TF32.
+        error: the compiler's message if it failed.
+    """
+
+    case: Case
+    arch: str
+    triton: str
+    registers: int = 0
+    spills: int = 0
+    shared: int = 0
+    fits: bool = False
+    loop: dict[str, int] | None = None
+    loop_matrix: int = 0
+    tf32: bool = False
+    error: str = ""
+
+
+def launch_of(case: Case, arch: str, **overrides: Any) -> Launch:
+    """The launch that an op would make for a case on an architecture.
+
+    Args:
+        case: the op and its shape.
+        arch: a name of ``tkv.tune.arch.ARCHS``.
+        overrides: keyword arguments for the op's plan, such as ``config=``.
+
+    Returns:
+        A launch with meta tensors.
+
+    Raises:
+        UnsupportedError: no such op or architecture.
+
+    Example:
+        >>> launch_of(Case("merge"), "sm90").grid
+        (64,)
+    """
+    empty = partial(torch.empty, dtype=DTYPES[case.dtype], device="meta")
+    lengths = torch.empty(NUM_SEQS, dtype=torch.int32, device="meta")
+    num_q_heads = NUM_KV_HEADS * case.group
+    if case.op == "merge":
+        outs, lses = empty(4, num_q_heads, case.head_dim), empty(4, num_q_heads, dtype=torch.float32)
+        return plan_merge(outs, lses, outs[0], lses[0], arch)
+    if case.op not in ("write", "decode", "reduce"):
+        raise UnsupportedError(f"op: expected write, decode, reduce or merge, got {case.op!r}")
+    cache = KVCache.empty(4096, case.page_size, NUM_KV_HEADS, case.head_dim, format=case.format, device="meta")
+    if case.op == "write":
+        new = empty(NUM_SEQS, NUM_KV_HEADS, case.head_dim)
+        return plan_write(new, new, cache, torch.empty(NUM_SEQS, dtype=torch.int64, device="meta"), arch)
+    q = empty(NUM_SEQS, case.q_len, num_q_heads, case.head_dim)
+    table = torch.empty(NUM_SEQS, MAX_PAGES, dtype=torch.int32, device="meta")
+    options: dict[str, Any] = {"scale": 0.1, "window": 1000 if case.window else None, "sinks": 4 if case.window else 0}
+    if case.softcap:
+        options["softcap"] = 50.0
+    if case.alibi:
+        options["alibi_slopes"] = empty(num_q_heads, dtype=torch.float32)
+    launches = plan_decode(q, cache, table, lengths, empty(q.shape), empty(q.shape[:-1], dtype=torch.float32), arch, **options, **overrides)
+    return launches[1 if case.op == "reduce" else 0]
+
+
+def compile_launch(launch: Launch, arch: str) -> Any:
+    """Compile a launch for an architecture with Triton's own compiler.
+
+    Args:
+        launch: from `launch_of`, or from an op's plan.
+        arch: a name of ``tkv.tune.arch.ARCHS``.
+
+    Returns:
+        Triton's compiled kernel, not loaded.
+
+    Raises:
+        UnsupportedError: the kernels were imported under the interpreter, which has no compiler; use `compile_all`.
+    """
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    if type(launch.kernel).__name__ == "InterpretedFunction":
+        raise UnsupportedError("the interpreter is on (TRITON_INTERPRET=1) and cannot compile; compile_all does it in other processes")
+    facts = arch_facts(arch)
+    signature: dict[str, Any] = {}
+    constants: dict[tuple[int, ...], Any] = {}
+    attributes: dict[tuple[int, ...], list[list[Any]]] = {}
+    for i, (param, value) in enumerate(zip(launch.kernel.params, launch.args, strict=True)):
+        if param.is_constexpr:
+            signature[param.name], constants[(i,)] = "constexpr", value
+        else:
+            signature[param.name] = _type_of(value, (i,), constants, attributes, not param.do_not_specialize)
+    source = ASTSource(fn=launch.kernel, signature=signature, constexprs=constants, attrs=attributes)
+    return triton.compile(
+        source,
+        target=GPUTarget(facts.backend, facts.triton_arch, facts.warp_size),
+        options=launch.options(facts.backend),
+    )
+
+
+def _type_of(value: Any, path: tuple[int, ...], constants: dict[Any, Any], attributes: dict[Any, Any], specialize: bool) -> Any:
+    """The type that Triton gives an argument at a launch; it notes constants and alignments on the way."""
+    if isinstance(value, tuple):
+        types = [_type_of(item, (*path, i), constants, attributes, specialize) for i, item in enumerate(value)]
+        return type(value)(*types) if hasattr(value, "_fields") else tuple(types)
+    if value is None or (specialize and isinstance(value, int) and value == 1):
+        constants[path] = value
+        return "constexpr"
+    if isinstance(value, torch.Tensor):
+        attributes[path] = [["tt.divisibility", 16]]
+        return "*" + _TRITON_TYPES[value.dtype]
+    if isinstance(value, float):
+        return "fp32"
+    if specialize and value % 16 == 0:
+        attributes[path] = [["tt.divisibility", 16]]
+    return "i32" if -(2**31) <= value < 2**31 else "i64"
+
+
+_TRITON_TYPES = {
+    torch.float32: "fp32",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.int8: "i8",
+    torch.uint8: "u8",
+    torch.int16: "i16",
+    torch.int32: "i32",
+    torch.int64: "i64",
+}
+
+
+def report(case: Case, arch: str, **overrides: Any) -> Report:
+    """Compile a case for an architecture and read what came out.
+
+    Args:
+        case, arch, overrides: as for `launch_of`.
+
+    Returns:
+        A :class:`Report`; a failure of the compiler is in its ``error``.
+    """
+    import triton
+
+    try:
+        kernel = compile_launch(launch_of(case, arch, **overrides), arch)
+    except (UnsupportedError, RuntimeError, triton.TritonError) as error:
+        if isinstance(error, UnsupportedError):
+            raise
+        return Report(case, arch, triton.__version__, error=f"{type(error).__name__}: {error}"[:500])
+    if arch_facts(arch).backend == "cuda":
+        usage = machine_code.nvidia_usage(kernel.asm["cubin"])
+        instructions = machine_code.nvidia_instructions(kernel.asm["cubin"])
+        tf32 = ".tf32" in kernel.asm["ptx"]
+    else:
+        usage = machine_code.amd_usage(kernel.asm["amdgcn"])
+        instructions = machine_code.parse_gcn(kernel.asm["amdgcn"])
+        tf32 = "xf32" in kernel.asm["amdgcn"]
+    loop = machine_code.mix(machine_code.main_loop(instructions))
+    return Report(
+        case=case,
+        arch=arch,
+        triton=triton.__version__,
+        registers=usage.registers,
+        spills=usage.spills,
+        shared=kernel.metadata.shared,
+        fits=kernel.metadata.shared <= arch_facts(arch).shared_per_block,
+        loop=dict(loop),
+        loop_matrix=sum(count for name, count in loop.items() if machine_code.MATRIX.match(name)),
+        tf32=tf32,
+    )
+
+
+def compile_all(
+    jobs: Iterable[tuple[Case, str]], workers: int | None = None, progress: Callable[[Report], None] | None = None
+) -> Iterator[Report]:
+    """Reports of many cases, compiled in worker processes with the interpreter off.
+
+    Args:
+        jobs: pairs of a case and an architecture.
+        workers: processes; one a core if None.
+        progress: called with every report as it comes.
+
+    Yields:
+        Reports in the order of the jobs.
+    """
+    with ProcessPoolExecutor(workers or os.cpu_count(), mp_context=get_context("spawn"), initializer=_compiler_process) as pool:
+        for done in pool.map(_report_job, jobs):
+            if progress is not None:
+                progress(done)
+            yield done
+
+
+def _compiler_process() -> None:
+    os.environ.pop("TRITON_INTERPRET", None)
+    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
+
+
+def _report_job(job: tuple[Case, str]) -> Report:
+    return report(*job)
