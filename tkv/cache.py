@@ -108,7 +108,8 @@ class KVCache:
         dims = (head_dim, head_dim if v_head_dim is None else v_head_dim)
         _check_counts(num_pages=num_pages, page_size=page_size, num_kv_heads=num_kv_heads, head_dim=dims[0], v_head_dim=dims[1])
         _check_dims(page_size, num_kv_heads, *dims, formats)
-        data, scales = [], [k_scale, v_scale]
+        data: list[torch.Tensor] = []
+        scales = [k_scale, v_scale]
         for i, (kind, dim) in enumerate(zip(formats, dims, strict=True)):
             data.append(torch.empty(num_pages, page_size, num_kv_heads, dim, dtype=kind.torch_dtype, device=device))
             shape = kind.scale_shape(num_pages, page_size, num_kv_heads)
@@ -116,7 +117,7 @@ class KVCache:
                 if scales[i] is not None:
                     raise UnsupportedError(f"{'kv'[i]}_scale: {kind} writes its scales with the data; leave it out")
                 scales[i] = torch.empty(shape, dtype=torch.float32, device=device)
-        return cls(*data, *scales, format=formats)
+        return cls(data[0], data[1], scales[0], scales[1], formats)
 
     @staticmethod
     def nbytes_for(

@@ -68,7 +68,7 @@ class KVFormat:
 
     def __post_init__(self) -> None:
         if self.dtype not in STORED_DTYPES or self.group_size is not None or self.scale not in SCALES.get(self.dtype, (None,)):
-            raise UnsupportedError(f"format: {str(self)!r} is not supported by this version of tkv; it has {', '.join(supported_formats())}")
+            raise UnsupportedError(f"format: {str(self)!r} is not in this version of tkv; it has {', '.join(supported_formats())}")
 
     @staticmethod
     def parse(text: str | KVFormat) -> KVFormat:

@@ -104,24 +104,24 @@ def dequantize(data: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
     return numbers * (scale.double() if scale.dim() == 0 else scale.double()[..., None])
 
 
-def gather(cache: KVCache, pages: torch.Tensor, num_keys: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The keys and values of one sequence, in order, in float64.
+def gather(cache: KVCache, pages: torch.Tensor, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of one sequence in float64.
 
     Args:
         cache: the cache.
         pages: the sequence's row of the page table.
-        num_keys: how many.
+        keys: ``[num_keys]``, which logical keys.
 
     Returns:
         k ``[num_keys, num_kv_heads, head_dim]`` and v.
 
     Example:
-        >>> cache = KVCache(torch.arange(8.0)[:, None, None, None].expand(-1, 2, 1, 16), torch.zeros(8, 2, 1, 16))
-        >>> gather(cache, torch.tensor([7, 3]), 3)[0][:, 0, 0].tolist()
+        >>> k = torch.arange(8.0)[:, None, None, None].repeat(1, 2, 1, 16)
+        >>> cache = KVCache(k, torch.zeros(8, 2, 1, 16))
+        >>> gather(cache, torch.tensor([7, 3]), torch.arange(3))[0][:, 0, 0].tolist()
         [7.0, 7.0, 3.0]
     """
-    tokens = torch.arange(num_keys, device=cache.device)
-    page, row = pages[tokens // cache.page_size].long(), tokens % cache.page_size
+    page, row = pages[keys // cache.page_size].long(), keys % cache.page_size
 
     def read(data: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
         return dequantize(data[page, row], scale[page, row] if scale is not None and scale.dim() > 0 else scale)
@@ -186,11 +186,9 @@ def attention(
         (0.5, 2.0)
     """
     group = q.shape[1] // k.shape[1]
-    # What is not visible may hold NaN.
-    seen_keys = mask.any(0)[:, None, None]
     q = q.double()
-    k = k.double().where(seen_keys, 0.0).repeat_interleave(group, 1)
-    v = v.double().where(seen_keys, 0.0).repeat_interleave(group, 1)
+    # What no row sees may hold NaN.
+    k, v = (x.double().where(mask.any(0)[:, None, None], 0.0).repeat_interleave(group, 1) for x in (k, v))
     x = scale * torch.einsum("rhd,khd->rhk", q, k)
     size = abs(scale) * torch.einsum("rhd,khd->rhk", q.abs(), k.abs())
     if softcap is not None:
@@ -253,14 +251,11 @@ def paged_decode(
         # Pages that no row sees are not followed, nor are ids outside of the cache.
         pages = page_table[seq, torch.arange(num_keys, device=q.device) // cache.page_size]
         mask &= ((pages >= 0) & (pages < cache.num_pages))[None, :]
-        safe = page_table[seq].clamp(0, max(cache.num_pages - 1, 0))
-        k, v = gather(cache, safe, num_keys) if cache.num_pages else (rows.new_zeros(num_keys, cache.num_kv_heads, d) for d in (cache.head_dim, cache.v_head_dim))  # fmt: skip
-        results.append(
-            attention(
-                rows[seq], k, v, mask, q_positions[:, None] - k_positions[None, :],
-                scale=scale, softcap=softcap, alibi_slopes=alibi_slopes, sink_logits=sink_logits,
-            )  # fmt: skip
-        )
+        seen = mask.any(0)
+        mask, distance = mask[:, seen], q_positions[:, None] - k_positions[None, seen]
+        k, v = gather(cache, page_table[seq], seen.nonzero()[:, 0])
+        options = {"scale": scale, "softcap": softcap, "alibi_slopes": alibi_slopes, "sink_logits": sink_logits}
+        results.append(attention(rows[seq], k, v, mask, distance, **options))  # type: ignore[arg-type]
     if not results:
         empty = q.new_zeros(*q.shape[:-1], cache.v_head_dim, dtype=torch.float64)
         return empty, empty.sum(-1), empty, empty.sum(-1)

@@ -76,7 +76,7 @@ def decode_kernel(
     row_tile = tl.program_id(0) % row_tiles
     head = (tl.program_id(0) // row_tiles % num_kv_heads).to(tl.int64)
     seq = (tl.program_id(0) // row_tiles // num_kv_heads).to(tl.int64)
-    split = tl.program_id(1)
+    split = tl.program_id(1).to(tl.int64)
 
     num_keys, kv_start, q_start = load_lengths(
         seq, seq_lens_ptr, kv_start_ptr, q_start_ptr, q_len, table_width, ATTEND.PAGE_SIZE
@@ -103,7 +103,7 @@ def decode_kernel(
         in_rows, scale, cache.k.scale_ptr, ATTEND.DTYPE, K, TARGET,
     )  # fmt: skip
 
-    begin = split * per_split
+    begin = tl.program_id(1) * per_split
     stop = tl.minimum(begin + per_split, span[5])
     masked_from = begin
     table_ptr = page_table_ptr + seq * table_stride
@@ -132,14 +132,15 @@ def decode_kernel(
         if sink_logits_ptr is not None:
             lse, shrink = add_sink(lse, tl.load(sink_logits_ptr + q_heads, mask=in_rows, other=0.0).to(tl.float32))
             factor = factor * shrink
-    out_rows = out_ptr + seq * out_strides.seq + split * out_strides.split + (q_rows.to(tl.int64) * out_strides.row + q_heads * out_strides.head)
+    q_rows = q_rows.to(tl.int64)
+    out_rows = out_ptr + seq * out_strides.seq + split * out_strides.split + (q_rows * out_strides.row + q_heads * out_strides.head)
     V_PLANES: tl.constexpr = V.PLANES
     for plane in tl.static_range(V_PLANES):
         dims = codec.plane_dims(plane, V)
         out = round_to(acc[plane] * factor[:, None], out_ptr.dtype.element_ty, TARGET)
         tl.store(out_rows[:, None] + dims[None, :], out, mask=in_rows[:, None] & (dims < V.DIM)[None, :])
     if lse_ptr is not None:
-        lse_rows = lse_ptr + seq * lse_strides.seq + split * lse_strides.split + (q_rows.to(tl.int64) * lse_strides.row + q_heads * lse_strides.head)
+        lse_rows = lse_ptr + seq * lse_strides.seq + split * lse_strides.split + (q_rows * lse_strides.row + q_heads * lse_strides.head)
         tl.store(lse_rows, lse, mask=in_rows)
 
 
@@ -159,7 +160,7 @@ def reduce_kernel(
     span = span_of(
         num_keys, kv_start, q_start, q_start + q_len - 1, options.window, options.sinks, SPLIT.BLOCK_N, HAS_WINDOW
     )
-    per_split, num_splits = split_of(span[5], SPLIT)
+    num_splits = split_of(span[5], SPLIT)[1]
 
     dims = tl.arange(0, BLOCK_D)
     in_dims = dims < DIM
@@ -169,7 +170,7 @@ def reduce_kernel(
     total = tl.full([], 0.0, tl.float32)
     acc = tl.zeros([BLOCK_D], tl.float32)
     for first in range(0, num_splits, BLOCK_PARTS):
-        parts = first + tl.arange(0, BLOCK_PARTS)
+        parts = (first + tl.arange(0, BLOCK_PARTS)).to(tl.int64)
         lse = tl.load(part_lse_row + parts * part_lse_strides.split, mask=parts < num_splits, other=-float("inf"))
         best, total, acc = merge_step(part_row + (parts[:, None] * part_strides.split + dims[None, :]), in_dims, lse, best, total, acc)
 

@@ -117,5 +117,6 @@ def check_pages(
     if bool(wrong.any()):
         seq, page = (int(i) for i in wrong.nonzero()[0])
         raise RangeError(
-            f"page_table: expected pages from 0 to {cache.num_pages - 1} where keys are visible, got {int(page_table[seq, page])} at [{seq}, {page}]"
+            f"page_table: expected pages from 0 to {cache.num_pages - 1} where keys are visible, "
+            f"got {int(page_table[seq, page])} at [{seq}, {page}]"
         )

@@ -97,10 +97,8 @@ def paged_decode(
     """
     check_cache(cache)
     device = cache.device
-    rows = ("num_seqs", "num_q_heads", cache.head_dim)
-    if isinstance(q, torch.Tensor) and q.dim() == 4:
-        rows = ("num_seqs", "q_len", "num_q_heads", cache.head_dim)
-    check_tensor("q", q, rows, FLOATS, device)
+    rows = ("num_seqs", "q_len") if isinstance(q, torch.Tensor) and q.dim() == 4 else ("num_seqs",)
+    check_tensor("q", q, (*rows, "num_q_heads", cache.head_dim), FLOATS, device)
     if cache.is_native and q.dtype not in (torch.float32, cache.k.dtype):
         raise UnsupportedError(f"q: a {cache.k_format} cache needs q in {cache.k.dtype} or torch.float32, got {q.dtype}")
     num_seqs, num_q_heads = q.shape[0], q.shape[-2]
@@ -185,7 +183,7 @@ def plan_decode(
     compute = compute_dtype(q.dtype, cache)
     if config is None:
         bits = 8 * cache.k.element_size()
-        config = default_decode(arch, max(cache.head_dim, cache.v_head_dim), bits, 8 * compute.itemsize, q_len * group)
+        config = default_decode(arch, max(cache.head_dim, cache.v_head_dim), bits, 8 * compute.itemsize, q_len * group, window is not None)
 
     row_tiles = -(-q_len * group // config.block_m)
     num_programs = num_seqs * cache.num_kv_heads * row_tiles

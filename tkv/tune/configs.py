@@ -71,7 +71,7 @@ class DecodeConfig:
 
 
 @lru_cache(maxsize=4096)
-def default_decode(arch: str, head_dim: int, bits: int, compute_bits: int, rows: int) -> DecodeConfig:
+def default_decode(arch: str, head_dim: int, bits: int, compute_bits: int, rows: int, windowed: bool = False) -> DecodeConfig:
     """The analytic default of `paged_decode`.
 
     Args:
@@ -80,6 +80,7 @@ def default_decode(arch: str, head_dim: int, bits: int, compute_bits: int, rows:
         bits: of a stored number.
         compute_bits: of the dots' operands.
         rows: query rows x heads of a group.
+        windowed: the call has a window.
 
     Returns:
         A config that fits the architecture's shared memory.
@@ -92,15 +93,18 @@ def default_decode(arch: str, head_dim: int, bits: int, compute_bits: int, rows:
     if arch.startswith("gfx9"):
         return DecodeConfig(block_m=16, block_n=16 if wide and compute_bits == 32 else 32, num_warps=4, num_stages=2)
     if arch.startswith("gfx"):
-        # Half the registers of gfx9: smaller tiles, and no second one in flight.
-        return DecodeConfig(block_m=16, block_n=16 if wide or compute_bits == 32 else 32, num_warps=4, num_stages=1)
+        # Half the registers of gfx9: smaller tiles, and no second one in flight. float32 has no matrix unit, so more warps share it.
+        block_n = 32 if head_dim <= 64 and compute_bits == 16 else 16
+        return DecodeConfig(block_m=16, block_n=block_n, num_warps=8 if compute_bits == 32 else 4, num_stages=1)
     if compute_bits == 32:
         # IEEE float32 products run on the scalar units and hold both operands in registers.
-        block_m, block_n = 16, 16
-    elif wide:
-        block_m, block_n = 16, 64 if bits == 8 else 32
+        return DecodeConfig(block_m=16, block_n=16, num_warps=8 if wide else 4, num_stages=2, max_registers=255)
+    block_m = 16 if wide or rows <= 16 else 32
+    if wide or block_m == 32:
+        block_n = 64 if (bits == 8) == wide else 32
     else:
-        block_m, block_n = (16, 128) if rows <= 16 else (32, 64)
+        # A window has few tiles, and its one loop needs registers for its masks.
+        block_n = 64 if windowed and bits > 8 else 128
     return DecodeConfig(block_m, block_n, num_warps=4, num_stages=2, max_registers=255)
 
 

@@ -1,0 +1,62 @@
+"""Warp instructions per token of paged_decode's main loop at its default configs, counted in the machine code. No GPU is needed.
+
+python perf/instructions.py [--arch sm90 --arch sm80] [--csv]
+"""
+
+import argparse
+import csv
+import sys
+
+from tabulate import tabulate
+
+from tkv.tune.arch import ARCHS, arch
+from tkv.tune.compile import Case, Report, compile_all, launch_of
+
+CASES = [
+    Case("decode", "bf16", kind, head_dim)
+    for head_dim in (64, 128, 256)
+    for kind in ("bf16", "fp8_e4m3/tensor", "fp8_e4m3/token_head", "int8/token_head")
+]
+
+
+def row(report: Report) -> dict[str, object]:
+    """One line of the table. A loop's instructions are a warp's, for one tile of keys."""
+    launch = launch_of(report.case, report.arch)
+    attend = next(value for value in launch.args if hasattr(value, "BLOCK_N") and hasattr(value, "PAGE_SIZE"))
+    loop = sum((report.loop or {}).values())
+    return {
+        "arch": report.arch,
+        "format": report.case.format,
+        "head_dim": report.case.head_dim,
+        "tile": attend.BLOCK_N,
+        "warps": launch.num_warps,
+        "instructions/token": round(loop * launch.num_warps / attend.BLOCK_N, 1),
+        "registers": report.registers,
+        "spills": report.spills,
+        "shared": report.shared,
+        "triton": report.triton,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--arch", action="append", choices=ARCHS, help="default: sm80, sm90, sm100, gfx942")
+    parser.add_argument("--csv", action="store_true", help="for machines")
+    args = parser.parse_args()
+    jobs = [(case, name) for name in args.arch or ["sm80", "sm90", "sm100", "gfx942"] for case in CASES]
+    rows = []
+    for report in compile_all(jobs, progress=lambda done: print(f"{done.arch} {done.case.name}", file=sys.stderr)):
+        if report.error:
+            sys.exit(f"{report.arch} {report.case.name}: {report.error}")
+        rows.append(row(report))
+    if args.csv:
+        writer = csv.DictWriter(sys.stdout, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+    else:
+        print(tabulate(rows, headers="keys"))
+        print(f"\nGroup 8, q_len 1, pages of 16. Warps of {', '.join(f'{name}: {arch(name).warp_size}' for name in dict.fromkeys(n for _, n in jobs))}.")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""What the GPUs will run, compiled here for every architecture and read from the machine code.
+
+The spill rule: shared memory always fits; nothing spills, but for what stands in spills.json, which may only shrink. It holds for the
+Triton that the file names; with another one only what does not depend on register allocation is checked.
+"""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import triton
+
+from tkv.errors import UnsupportedError
+from tkv.formats import supported_formats
+from tkv.tune import machine_code
+from tkv.tune.arch import ARCHS
+from tkv.tune.compile import Case, compile_all, launch_of
+
+pytestmark = pytest.mark.compile
+
+SPILLS = json.loads(Path(__file__).with_name("spills.json").read_text())
+PAIRS = [("bf16", "bf16"), ("fp16", "fp16"), ("fp32", "fp32"), ("fp32", "bf16"), ("fp32", "int8/token_head")]
+PAIRS += [("bf16", kind) for kind in ("fp8_e4m3/tensor", "fp8_e4m3/token_head", "int8/token_head")]
+SOURCES = {"fp32": "fp32", "fp16": "fp16"}
+
+
+def default_cases() -> list[Case]:
+    """write, decode, reduce and merge, each format, at their default configs."""
+    cases = [Case("decode", dtype, kind, head_dim) for head_dim in (64, 128, 256) for dtype, kind in PAIRS]
+    cases += [Case("write", SOURCES.get(kind, "bf16"), kind) for kind in supported_formats()]
+    return cases + [Case("reduce"), Case("reduce", head_dim=256), Case("merge"), Case("merge", "fp32", head_dim=256)]
+
+
+def more_cases() -> list[Case]:
+    """Blocks of rows, windows, options, pages that a tile lies in, other head dims."""
+    kinds = [("bf16", "bf16"), ("bf16", "fp8_e4m3/token_head"), ("bf16", "int8/token_head")]
+    cases = []
+    for head_dim in (64, 128):
+        for flags in ({"q_len": 8}, {"q_len": 8, "window": True}, {"window": True}, {"page_size": 256}):
+            cases += [Case("decode", dtype, kind, head_dim, **flags) for dtype, kind in kinds]
+    cases += [Case("decode", dtype, kind, head_dim) for head_dim in (16, 80, 96) for dtype, kind in kinds]
+    return cases + [Case("decode", dtype, kind, softcap=True, alibi=True) for dtype, kind in kinds]
+
+
+def check(arch: str, cases: list[Case]) -> None:
+    problems = []
+    allowed = SPILLS["spills"].get(arch, {})
+    for report in compile_all([(case, arch) for case in cases], workers=1):
+        name = report.case.name
+        if report.error:
+            problems.append(f"{name}: {report.error}")
+            continue
+        if not report.fits:
+            problems.append(f"{name}: needs {report.shared} bytes of shared memory")
+        if report.tf32:
+            problems.append(f"{name}: multiplies in TF32")
+        if report.case.op == "decode" and report.case.dtype != "fp32" and not report.loop_matrix:
+            problems.append(f"{name}: no matrix instructions in the main loop")
+        if report.triton == SPILLS["triton"] and report.spills != allowed.get(name, 0):
+            more = "more" if report.spills > allowed.get(name, 0) else "fewer: write it down"
+            problems.append(f"{name}: spills {report.spills}, {allowed.get(name, 0)} in spills.json, {more}")
+    assert not problems, "\n".join(problems)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_every_kernel_compiles_fits_and_does_not_spill_at_its_default_config(arch: str) -> None:
+    check(arch, default_cases())
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("arch", ARCHS)
+def test_every_option_compiles_fits_and_does_not_spill_at_its_default_config(arch: str) -> None:
+    check(arch, more_cases())
+
+
+def test_spills_are_allowed_only_where_registers_cannot_hold_the_tiles() -> None:
+    for arch, spills in SPILLS["spills"].items():
+        for name in spills:
+            wide, rdna = " d256 " in f"{name} ", arch.startswith(("gfx11", "gfx12"))
+            assert rdna or (wide and name.startswith("decode fp32")), f"{arch} {name}"
+
+
+def test_packed_instructions_are_used_where_the_hardware_has_them() -> None:
+    jobs = [(Case("decode", "bf16", kind), arch) for kind in ("fp8_e4m3/tensor", "int8/token_head") for arch in ("sm80", "sm90")]
+    loops = {(report.case.format, report.arch): report.loop for report in compile_all(jobs, workers=1)}
+    assert loops["fp8_e4m3/tensor", "sm90"]["F2FP"] >= 64 and "I2F" not in loops["fp8_e4m3/tensor", "sm90"]
+    assert "I2F" not in loops["int8/token_head", "sm80"] and loops["int8/token_head", "sm80"]["PRMT"] >= 64
+    assert loops["fp8_e4m3/tensor", "sm80"]["LOP3"] >= 128
+    assert all("LDSM" in loop for loop in loops.values())
+
+
+def test_a_loop_is_found_in_sass_and_in_amd_assembly() -> None:
+    first, second = ["HMMA.16816.F32 R0, R1, R2, R3", "@P0 BRA 0x8"], ["FADD R1, R2, R3", "HMMA.16816 R1", "HMMA.16816 R2", "@!P1 BRA 0x18"]
+    sass = "\n".join(f"        /*{8 * i:04x}*/      {text} ;" for i, text in enumerate(["MOV R1, R2", *first, *second, "EXIT"]))
+    instructions = machine_code.parse_sass(sass)
+    assert [i.name for i in machine_code.main_loop(instructions)] == ["FADD", "HMMA", "HMMA", "BRA"]
+    assembly = "start:\n.LBB0_1:\n\tv_mfma_f32_16x16x16_f16 v[0:3], v1, v2\n\ts_cbranch_scc0 .LBB0_1\n\ts_endpgm"
+    assert [i.name for i in machine_code.main_loop(machine_code.parse_gcn(assembly))] == ["v_mfma_f32_16x16x16_f16", "s_cbranch_scc0"]
+    assert machine_code.main_loop(machine_code.parse_sass("")) == []
+
+
+def test_a_case_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="op: expected write, decode"):
+        launch_of(Case("attention"), "sm90")
+    with pytest.raises(UnsupportedError, match="sm75"):
+        launch_of(Case("merge"), "sm75")
+
+
+def record() -> None:
+    """Write spills.json anew: ``python -m tests.test_compile``."""
+    jobs = [(case, arch) for arch in ARCHS for case in default_cases() + more_cases()]
+    spills: dict[str, dict[str, int]] = {}
+    for report in compile_all(jobs, progress=lambda done: print(done.arch, done.case.name, done.spills, done.error, flush=True)):
+        if report.spills:
+            spills.setdefault(report.arch, {})[report.case.name] = report.spills
+    text = json.dumps({"triton": triton.__version__, "spills": spills}, indent=1, sort_keys=True)
+    Path(__file__).with_name("spills.json").write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    os.environ.pop("TRITON_INTERPRET", None)
+    record()
