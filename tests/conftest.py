@@ -35,7 +35,7 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("deep") and PROFILE != "deep":
             item.add_marker(pytest.mark.skip(reason="a long search: TKV_PROFILE=deep"))
-        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        if item.get_closest_marker("gpu") and (SANITIZING or not torch.cuda.is_available()):
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
 
 

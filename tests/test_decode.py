@@ -54,7 +54,7 @@ def test_any_problem_of_any_format_agrees_with_the_reference():
 
 def test_the_reference_is_the_attention_of_pytorch(device):
     problem = build("fp32", [33], 16, 2, 3, 64, q_len=4)
-    k, v = reference.gather(problem.cache, problem.page_table[0], 33)
+    k, v = reference.gather(problem.cache, problem.page_table[0], torch.arange(33, device=device))
     q = problem.q[0].double().transpose(0, 1)
     mask = torch.arange(33, device=device)[None, :] <= torch.arange(29, 33, device=device)[:, None]
     k, v = (t.transpose(0, 1).repeat_interleave(3, 0) for t in (k, v))

@@ -1,5 +1,7 @@
 """The helpers that every kernel is made of, against brute force: positions to tiles and masks, pages to offsets, dots, codecs."""
 
+import inspect
+
 import pytest
 import torch
 import triton
@@ -11,11 +13,14 @@ from problems import effort, test_device
 import tkv
 from tkv import reference
 from tkv.kernels.args import Storage, Target, TokenStrides
+from tkv.kernels.decode import decode_kernel, reduce_kernel
+from tkv.kernels.merge import merge_kernel
 from tkv.kernels.tiles import codec
 from tkv.kernels.tiles.attend import power_of_two_from, tanh, unit_for
 from tkv.kernels.tiles.dots import dot, round_to
 from tkv.kernels.tiles.paging import locate, offsets_of
 from tkv.kernels.tiles.visibility import full_tiles, seen_by_rows, seen_keys, span_of, tile_of
+from tkv.kernels.write import write_kernel
 from tkv.ops.decode import triton_dtype
 from tkv.ops.launch import arch_name, interpreting, target_for
 
@@ -263,3 +268,10 @@ def test_every_word_decodes_to_both_of_its_numbers(code, dtype, target):
     assert torch.equal(got[finite], expected[finite])
     # The bit path reads the two NaN codes as +-480.
     assert bool((got[~finite].isnan() | (got[~finite].abs() == 480)).all())
+
+
+@pytest.mark.parametrize("kernel", [decode_kernel, reduce_kernel, write_kernel, merge_kernel], ids=lambda kernel: kernel.fn.__name__)
+def test_no_parameter_of_a_kernel_has_a_name_that_the_launcher_uses_itself(kernel):
+    """On a GPU such a kernel cannot be launched at all; the interpreter and cross-compiling do not notice."""
+    taken = {"options", "grid", "warmup", "num_warps", "num_stages", "num_ctas", "maxnreg"}
+    assert not taken & set(inspect.signature(kernel.fn).parameters)

@@ -1,7 +1,7 @@
-"""The errors that tkv raises before it launches anything.
+"""The errors that tkv raises before it launches or changes anything.
 
-Every one is a ``ValueError`` or a ``TypeError``, so callers that do not know tkv can catch them too. A message names the
-argument, what was given and what is needed.
+Wrong input is a ``ValueError`` or a ``TypeError``, so callers that do not know tkv can catch it too. A message names the
+argument, what was given and what is needed. :class:`OutOfPages` is no wrong input but a state: it is a ``RuntimeError``.
 """
 
 
@@ -29,4 +29,8 @@ class UnsupportedError(TkvError, ValueError):
     """A combination that does not exist, or not in this version."""
 
 
-__all__ = ["DTypeError", "DeviceError", "RangeError", "ShapeError", "TkvError", "UnsupportedError"]
+class OutOfPages(TkvError, RuntimeError):
+    """A pool has too few pages left; nothing has changed, and the same call works once enough of them are free."""
+
+
+__all__ = ["DTypeError", "DeviceError", "OutOfPages", "RangeError", "ShapeError", "TkvError", "UnsupportedError"]

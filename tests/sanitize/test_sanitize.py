@@ -73,7 +73,7 @@ def race_kernel(out_ptr):
 
 
 def fault_of(launch):
-    """The kind of fault that a launch is stopped for, and its message. The checker runs as the main module, so its error has no name to import."""
+    """What a launch is stopped for, and the message. The checker runs as the main module, so its error cannot be imported by name."""
     with pytest.raises(Exception, match="launch") as caught:
         launch()
     assert type(caught.value).__name__ == "KernelFault"

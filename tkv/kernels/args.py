@@ -52,7 +52,8 @@ class Storage(NamedTuple):
     """How one of K and V is stored.
 
     CODE: "native", "fp8_e4m3" or "int8"; SCALE: "none", "tensor" or "token_head"; DIM: head_dim;
-    PLANES: numbers in a word; WIDTH: words of a row, DIM / PLANES padded to a power of two of at least 16.
+    PLANES: numbers in a word; WIDTH: words of a row, DIM / PLANES padded to a power of two of at least 16; ALIGN: every row starts at a
+    multiple of so many words (16 at most) from the start of the tensor.
     """
 
     CODE: str
@@ -60,6 +61,7 @@ class Storage(NamedTuple):
     DIM: int
     PLANES: int
     WIDTH: int
+    ALIGN: int
 
 
 class Target(NamedTuple):

@@ -182,8 +182,10 @@ def plan_decode(
     group = num_q_heads // cache.num_kv_heads
     compute = compute_dtype(q.dtype, cache)
     if config is None:
-        bits = 8 * cache.k.element_size()
-        config = default_decode(arch, max(cache.head_dim, cache.v_head_dim), bits, 8 * compute.itemsize, q_len * group, window is not None)
+        config = default_decode(
+            arch, max(cache.head_dim, cache.v_head_dim), 8 * cache.k.element_size(), 8 * compute.itemsize, q_len * group, cache.page_size,
+            plain=window is None and softcap is None and alibi_slopes is None,
+        )  # fmt: skip
 
     row_tiles = -(-q_len * group // config.block_m)
     num_programs = num_seqs * cache.num_kv_heads * row_tiles

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -101,8 +102,11 @@ def storages(cache: KVCache) -> tuple[Storage, Storage]:
             DIM=dim,
             PLANES=1 if kind.is_native else 2,
             WIDTH=padded(dim if kind.is_native else dim // 2),
+            ALIGN=math.gcd(16, *words.stride()[:3]),
         )
-        for kind, dim in ((cache.k_format, cache.head_dim), (cache.v_format, cache.v_head_dim))
+        for kind, dim, words in zip(
+            (cache.k_format, cache.v_format), (cache.head_dim, cache.v_head_dim), cache.words, strict=True
+        )
     )
 
 

@@ -217,7 +217,7 @@ def report(case: Case, arch: str, **overrides: Any) -> Report:
     except (UnsupportedError, RuntimeError, triton.TritonError) as error:
         if isinstance(error, UnsupportedError):
             raise
-        return Report(case, arch, triton.__version__, error=f"{type(error).__name__}: {error}"[:500])
+        return Report(case, arch, triton.__version__, error=_reason(error))
     if arch_facts(arch).backend == "cuda":
         usage = machine_code.nvidia_usage(kernel.asm["cubin"])
         instructions = machine_code.nvidia_instructions(kernel.asm["cubin"])
@@ -239,6 +239,13 @@ def report(case: Case, arch: str, **overrides: Any) -> Report:
         loop_matrix=sum(count for name, count in loop.items() if machine_code.MATRIX.match(name)),
         tf32=tf32,
     )
+
+
+def _reason(error: BaseException) -> str:
+    """What the compiler complains about: the first of a chain of errors, each of which quotes a larger piece of source."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return f"{type(error).__name__}: {error}"[-500:]
 
 
 def compile_all(

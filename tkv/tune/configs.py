@@ -71,7 +71,7 @@ class DecodeConfig:
 
 
 @lru_cache(maxsize=4096)
-def default_decode(arch: str, head_dim: int, bits: int, compute_bits: int, rows: int, windowed: bool = False) -> DecodeConfig:
+def default_decode(arch: str, head_dim: int, bits: int, compute_bits: int, rows: int, page_size: int, plain: bool) -> DecodeConfig:
     """The analytic default of `paged_decode`.
 
     Args:
@@ -80,14 +80,15 @@ def default_decode(arch: str, head_dim: int, bits: int, compute_bits: int, rows:
         bits: of a stored number.
         compute_bits: of the dots' operands.
         rows: query rows x heads of a group.
-        windowed: the call has a window.
+        page_size: keys of a page.
+        plain: no option changes scores or visibility.
 
     Returns:
         A config that fits the architecture's shared memory.
 
     Example:
-        >>> default_decode("sm90", 128, 16, 16, rows=8).block_m
-        16
+        >>> default_decode("sm90", 128, bits=16, compute_bits=16, rows=8, page_size=16, plain=True).block_n
+        128
     """
     wide = head_dim > 128
     if arch.startswith("gfx9"):
@@ -98,13 +99,15 @@ def default_decode(arch: str, head_dim: int, bits: int, compute_bits: int, rows:
         return DecodeConfig(block_m=16, block_n=block_n, num_warps=8 if compute_bits == 32 else 4, num_stages=1)
     if compute_bits == 32:
         # IEEE float32 products run on the scalar units and hold both operands in registers.
-        return DecodeConfig(block_m=16, block_n=16, num_warps=8 if wide else 4, num_stages=2, max_registers=255)
+        return DecodeConfig(block_m=16, block_n=16, num_warps=8 if head_dim > 64 else 4, num_stages=2, max_registers=255)
     block_m = 16 if wide or rows <= 16 else 32
     if wide or block_m == 32:
         block_n = 64 if (bits == 8) == wide else 32
+    elif bits == 8:
+        block_n = 128 if head_dim >= 64 else 64
     else:
-        # A window has few tiles, and its one loop needs registers for its masks.
-        block_n = 64 if windowed and bits > 8 else 128
+        # 128 keys of 128 native dims leave no registers for an option's arithmetic; a tile that lies in one page needs fewer instructions.
+        block_n = 128 if head_dim == 64 or (head_dim == 128 and plain and page_size % 64) else 64
     return DecodeConfig(block_m, block_n, num_warps=4, num_stages=2, max_registers=255)
 
 

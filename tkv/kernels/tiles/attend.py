@@ -43,7 +43,10 @@ def unit_for(scales, unit):
 @triton.jit
 def load_words(stored, offsets, head, seen, TRANSPOSED: tl.constexpr, STORAGE: tl.constexpr):
     """Words of a tile of keys: [BLOCK_N, WIDTH], or [WIDTH, BLOCK_N]; 0 for keys that are not seen."""
-    base = stored.ptr + head * stored.strides.head
+    # Strides such as 40 words are no multiple of 16, so the compiler has to be told that rows are aligned.
+    ALIGN: tl.constexpr = STORAGE.ALIGN
+    base = stored.ptr + tl.multiple_of(head * stored.strides.head, ALIGN)
+    offsets = tl.multiple_of(offsets, ALIGN)
     words = tl.arange(0, STORAGE.WIDTH)
     in_row = words < STORAGE.DIM // STORAGE.PLANES
     if TRANSPOSED:

@@ -1,0 +1,191 @@
+"""Finding pages by their tokens: a chain of hashes over whole pages, the tokens themselves within the last one."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Sequence
+from typing import Union
+
+import numpy as np
+
+from tkv.errors import DTypeError
+from tkv.pages.pool import PagePool
+
+# What may tell two equal prompts apart: an adapter's name, a tenant's salt, and tuples of such.
+ExtraKeys = Union[None, bool, int, float, str, bytes, Sequence["ExtraKeys"]]
+
+# In place of a token's id while the manager has not been told it. Ids start at 0.
+UNKNOWN = -1
+
+
+def encode_keys(keys: ExtraKeys) -> bytes:
+    """Bytes that no other keys have: every field carries its type and its length, so None, 0, "", "ab" + "c" and "a" + "bc" all differ.
+
+    Raises:
+        DTypeError: a field of another type.
+    """
+    if keys is None:
+        return b"N"
+    if isinstance(keys, bool | np.bool_):
+        return b"T" if keys else b"F"
+    if isinstance(keys, int | np.integer):
+        number = int(keys)
+        tag, data = b"i", number.to_bytes(number.bit_length() // 8 + 1, "little", signed=True)
+    elif isinstance(keys, float):
+        tag, data = b"f", struct.pack("<d", keys)
+    elif isinstance(keys, str):
+        tag, data = b"s", keys.encode("utf-8", "surrogatepass")
+    elif isinstance(keys, bytes):
+        tag, data = b"b", keys
+    elif isinstance(keys, tuple | list):
+        return b"(" + struct.pack("<Q", len(keys)) + b"".join(map(encode_keys, keys))
+    else:
+        raise DTypeError(f"extra_keys: expected None, bool, int, float, str, bytes or tuples of them, got {type(keys).__name__}")
+    return tag + struct.pack("<Q", len(data)) + data
+
+
+def root_hash(keys: ExtraKeys) -> bytes:
+    """Where the chain of the prompts with these extra keys starts."""
+    return hashlib.sha256(b"root" + encode_keys(keys)).digest()
+
+
+def page_hash(parent: bytes, tokens: np.ndarray) -> bytes:
+    """The name of a whole page: of its tokens (contiguous int64), of all before them and of the extra keys."""
+    return hashlib.sha256(b"page" + parent + struct.pack("<Q", tokens.size) + tokens.tobytes()).digest()
+
+
+def common_length(rows: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    """How many leading columns of each row equal the tokens."""
+    same = rows[:, : tokens.size] == tokens
+    return np.where(same.all(1), tokens.size, same.argmin(1))
+
+
+class PrefixIndex:
+    """The pages whose keys and values may be used again, and the token in every slot of the pool.
+
+    An indexed page has a *parent*, the hash of all before it, and a *claim*: so many of its leading slots may be matched, and so must not
+    be written. A claim on the whole page gives it a hash of its own, under which its children are found. The index owns one reference
+    of each indexed page. Pages that nobody else owns are *idle*: they stay until they are evicted, least recently used first. Since
+    a sequence owns all pages before one that it owns, and lets go of the last page first, that order has children before their parents.
+    """
+
+    def __init__(self, pool: PagePool, page_size: int) -> None:
+        self.pool = pool
+        self.page_size = page_size
+        self.tokens = np.full((pool.num_pages, page_size), UNKNOWN, np.int64)
+        self.claims = np.zeros(pool.num_pages, np.int32)
+        self.num_evicted = 0
+        self._page_of: dict[bytes, int] = {}
+        self._parent: dict[int, bytes] = {}
+        self._hash: dict[int, bytes] = {}
+        self._children: dict[bytes, dict[int, None]] = {}
+        self._idle: dict[int, None] = {}
+
+    @property
+    def num_idle(self) -> int:
+        """Indexed pages that no sequence uses."""
+        return len(self._idle)
+
+    def holders(self, pages: np.ndarray) -> np.ndarray:
+        """References of pages other than the index's own."""
+        return self.pool.refs[pages] - (self.claims[pages] > 0)
+
+    def find(self, name: bytes) -> int | None:
+        """The whole page of that hash."""
+        return self._page_of.get(name)
+
+    def children(self, parent: bytes) -> list[int]:
+        """Indexed pages that follow directly on the page of that hash."""
+        return list(self._children.get(parent, ()))
+
+    def has_children(self, page: int) -> bool:
+        """Whether an indexed page follows on this one."""
+        return self._hash.get(page) in self._children
+
+    def hold(self, pages: np.ndarray) -> None:
+        """Add an owner to each page."""
+        self.pool.share(pages)
+        for page in pages.tolist():
+            self._idle.pop(page, None)
+
+    def release(self, pages: np.ndarray) -> None:
+        """Take an owner from each page, in the order in which those that stay idle are to be evicted."""
+        self.pool.release(pages)
+        idle = pages[(self.claims[pages] > 0) & (self.pool.refs[pages] == 1)]
+        self._idle.update(dict.fromkeys(idle.tolist()))
+
+    def publish(self, chain: list[bytes], pages: np.ndarray) -> np.ndarray:
+        """Index owned pages that are whole and follow on the chain of hashes, which is extended.
+
+        Returns:
+            The pages as the index has them: another one where one with the same tokens and history was there before.
+        """
+        canonical, added = pages.copy(), []
+        for i, page in enumerate(pages.tolist()):
+            name = page_hash(chain[-1], self.tokens[page])
+            found = self._page_of.get(name)
+            if found is None:
+                if self.claims[page]:
+                    self.forget(page)
+                self._put(chain[-1], page, self.page_size)
+                self._page_of[name] = page
+                self._hash[page] = name
+                added.append(page)
+            else:
+                canonical[i] = found
+            chain.append(name)
+        self.pool.share(added)
+        return canonical
+
+    def keep_part(self, parent: bytes, page: int, count: int) -> None:
+        """Index the first tokens of an owned page that is not whole, if the index has no page that begins with them."""
+        if count <= self.claims[page]:
+            return
+        siblings = np.array(self.children(parent), np.int64)
+        tokens = self.tokens[page, :count]
+        if np.any(np.minimum(common_length(self.tokens[siblings], tokens), self.claims[siblings]) == count):
+            return
+        if self.claims[page]:
+            self.forget(page)
+        self._put(parent, page, count)
+        self.pool.share(page)
+
+    def forget(self, page: int) -> None:
+        """Take a page and all that follow on it out of the index. Idle ones are free then, the others their owners' alone."""
+        found, dropped = [page], []
+        while found:
+            page = found.pop()
+            parent, name = self._parent.pop(page), self._hash.pop(page, None)
+            siblings = self._children.get(parent, {})
+            siblings.pop(page, None)
+            if not siblings:
+                self._children.pop(parent, None)
+            if name is not None:
+                del self._page_of[name]
+                found += self._children.pop(name, ())
+            self.claims[page] = 0
+            self._idle.pop(page, None)
+            dropped.append(page)
+        self.pool.release(dropped)
+
+    def evict(self, count: int) -> None:
+        """Free at least so many idle pages; there must be as many."""
+        goal = self.pool.num_free + count
+        while self.pool.num_free < goal:
+            before = self.pool.num_free
+            self.forget(next(iter(self._idle)))
+            self.num_evicted += self.pool.num_free - before
+
+    def clear(self) -> None:
+        """Take every page out of the index."""
+        indexed = list(self._parent)
+        for table in (self._page_of, self._parent, self._hash, self._children, self._idle):
+            table.clear()
+        self.claims[indexed] = 0
+        self.pool.release(indexed)
+
+    def _put(self, parent: bytes, page: int, claim: int) -> None:
+        self._parent[page] = parent
+        self._children.setdefault(parent, {})[page] = None
+        self.claims[page] = claim
