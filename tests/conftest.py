@@ -25,7 +25,7 @@ settings.load_profile(PROFILE)
 
 
 def pytest_ignore_collect(collection_path, config):
-    """The sanitiser's cases need its session around them: only a run that names them collects them."""
+    """The sanitiser's cases need it around them: only a run that names them collects them."""
     if collection_path.name == "sanitize" and not SANITIZING and not any("sanitize" in arg for arg in config.args):
         return True
     return None

@@ -20,7 +20,7 @@ _EFFORT = {"ci": 1, "gpu": 4, "deep": 60}[os.environ.get("TKV_PROFILE", "ci")]
 
 
 def test_device():
-    """Where kernels run in this session."""
+    """Where kernels run: on the GPU if there is one."""
     return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 

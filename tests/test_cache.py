@@ -37,7 +37,7 @@ def test_what_a_format_says_about_itself():
     ["int4/group32", "int8/channel", "int8/tensor", "fp8_e5m2/tensor", "int8/group32", "fp8_e4m3/head", "fp8_e4m3/token_head32"],
 )
 def test_formats_of_later_versions_are_refused_by_name(name):
-    with pytest.raises(UnsupportedError, match="not supported by this version"):
+    with pytest.raises(UnsupportedError, match="not in this version"):
         KVFormat.parse(name)
 
 

@@ -193,7 +193,7 @@ WRONG = {
     "cache v has a strided last dim": (lambda: cache(v=zeros(4, 16, 2, 128)[..., ::2]), ShapeError, "v: the last dimension must be contiguous"),
     "cache has scales of a native format": (lambda: cache(k_scale=0.5), UnsupportedError, "k_scale: fp16 has no scales; leave it out, got 0.5"),
     "cache lacks dynamic scales": (lambda: cache(*quantised_data(), format=TOKEN_HEAD), DTypeError, "k_scale: int8/token_head needs a float32 tensor"),
-    "cache of int8 without scales": (lambda: cache(*quantised_data()), UnsupportedError, "format: 'int8/tensor' is not supported"),
+    "cache of int8 without scales": (lambda: cache(*quantised_data()), UnsupportedError, "format: 'int8/tensor' is not in this version"),
     "cache scales have another shape": (lambda: cache(*quantised_data(), *[zeros(4, 16, 3, dtype=F32)] * 2, format=TOKEN_HEAD), ShapeError, r"k_scale: .*\[4, 16, 2\], got \[4, 16, 3\]"),
     "cache scales are fp16": (lambda: cache(*quantised_data(), *[zeros(4, 16, 2)] * 2), DTypeError, "k_scale: expected torch.float32, got torch.float16"),
     "cache scales are elsewhere": (lambda: cache(*quantised_data(), *[zeros(4, 16, 2, dtype=F32, device=META)] * 2), DeviceError, "k_scale: expected the device of k"),
@@ -210,7 +210,7 @@ WRONG = {
     "nbytes_for page_size is text": (lambda: KVCache.nbytes_for(1, "16", 1, 64), DTypeError, "page_size: expected an int, got '16'"),
     "nbytes_for format is unknown": (lambda: KVCache.nbytes_for(1, 16, 1, 64, "fp7"), UnsupportedError, "format: there is no 'fp7'"),
     "format is a number": (lambda: tkv.KVFormat.parse(8), DTypeError, "format: expected a string"),
-    "format has a group": (lambda: tkv.KVFormat("int8", "token_head", 32), UnsupportedError, "format: .* not supported"),
+    "format has a group": (lambda: tkv.KVFormat("int8", "token_head", 32), UnsupportedError, "format: .* not in this version"),
 }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""The helpers that every kernel is made of, against brute force: positions to tiles and masks, pages to offsets, dots, codecs."""
+"""The parts that every kernel is made of, against brute force: positions to tiles and masks, pages to offsets, dots, codecs."""
 
 import inspect
 
@@ -8,11 +8,11 @@ import triton
 import triton.language as tl
 from hypothesis import given
 from hypothesis import strategies as st
-from problems import effort, test_device
+from problems import effort, empty_cache, test_device
 
 import tkv
 from tkv import reference
-from tkv.kernels.args import Storage, Target, TokenStrides
+from tkv.kernels.args import Target, TokenStrides
 from tkv.kernels.decode import decode_kernel, reduce_kernel
 from tkv.kernels.merge import merge_kernel
 from tkv.kernels.tiles import codec
@@ -22,7 +22,7 @@ from tkv.kernels.tiles.paging import locate, offsets_of
 from tkv.kernels.tiles.visibility import full_tiles, seen_by_rows, seen_keys, span_of, tile_of
 from tkv.kernels.write import write_kernel
 from tkv.ops.decode import triton_dtype
-from tkv.ops.launch import arch_name, interpreting, target_for
+from tkv.ops.launch import arch_name, interpreting, storages, target_for
 
 DEVICE = test_device()
 TARGET = target_for(arch_name(DEVICE), interpreting())
@@ -261,7 +261,8 @@ def unpack_kernel(words_ptr, out_ptr, DTYPE: tl.constexpr, STORAGE: tl.constexpr
 def test_every_word_decodes_to_both_of_its_numbers(code, dtype, target):
     words = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
     out = torch.empty(2**17, device=DEVICE)
-    unpack_kernel[(16,)](words.to(DEVICE), out, triton_dtype(dtype), Storage(code, "token_head", 64, 2, 32), target)
+    storage, _ = storages(empty_cache(f"{code}/token_head", "nhd", 1, 1, 1, 64))
+    unpack_kernel[(16,)](words.to(DEVICE), out, triton_dtype(dtype), storage, target)
     expected = words.view(torch.float8_e4m3fn if code == "fp8_e4m3" else torch.int8).float()
     got = out.cpu()
     finite = ~expected.isnan()

@@ -103,8 +103,8 @@ class Attend(NamedTuple):
     ONE_POSITION: bool
 
 
-class Options(NamedTuple):
-    """Run-time values of the options of attention; what is not in use is 0."""
+class Limits(NamedTuple):
+    """What limits scores and visibility; what is not in use is 0."""
 
     softcap: float
     window: int

@@ -11,15 +11,21 @@ from tkv.kernels.tiles.visibility import full_tiles, span_of
 
 
 @triton.jit
+def load_position(ptr):
+    """A length or position as int32, cut to +-2^30: sums of two stay within int32."""
+    return tl.minimum(tl.maximum(tl.load(ptr), -1073741824), 1073741823).to(tl.int32)
+
+
+@triton.jit
 def load_lengths(seq, seq_lens_ptr, kv_start_ptr, q_start_ptr, q_len, table_width, PAGE_SIZE: tl.constexpr):
     """(number of keys, position of key 0, position of query row 0) of a sequence; keys beyond the table do not exist."""
-    seq_len = tl.load(seq_lens_ptr + seq).to(tl.int32)
+    seq_len = load_position(seq_lens_ptr + seq)
     kv_start = seq_len * 0
     if kv_start_ptr is not None:
-        kv_start = tl.load(kv_start_ptr + seq).to(tl.int32)
+        kv_start = load_position(kv_start_ptr + seq)
     q_start = seq_len + kv_start - q_len
     if q_start_ptr is not None:
-        q_start = tl.load(q_start_ptr + seq).to(tl.int32)
+        q_start = load_position(q_start_ptr + seq)
     return tl.maximum(tl.minimum(seq_len, table_width * PAGE_SIZE), 0), kv_start, q_start
 
 
@@ -66,7 +72,7 @@ def decode_kernel(
     q_ptr, cache, page_table_ptr, seq_lens_ptr, kv_start_ptr, q_start_ptr, alibi_slopes_ptr, sink_logits_ptr, out_ptr, lse_ptr,
     q_strides, table_stride, out_strides, lse_strides,
     num_pages, table_width, num_kv_heads, group, q_len, row_tiles,
-    scale, options,
+    scale, limits,
     BLOCK_M: tl.constexpr, SPLIT: tl.constexpr, ATTEND: tl.constexpr, K: tl.constexpr, V: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_M rows (query rows x heads of a group) of one sequence and KV head, over one split of its keys.
@@ -83,7 +89,7 @@ def decode_kernel(
     )
     last = q_start + q_len - 1
     span = span_of(
-        num_keys, kv_start, q_start, last, options.window, options.sinks, ATTEND.BLOCK_N, ATTEND.HAS_WINDOW
+        num_keys, kv_start, q_start, last, limits.window, limits.sinks, ATTEND.BLOCK_N, ATTEND.HAS_WINDOW
     )
     per_split, num_splits = split_of(span[5], SPLIT)
     if SPLIT.SPLITS > 1:
@@ -113,11 +119,11 @@ def decode_kernel(
         first_row = row_tile * BLOCK_M // group
         masked_from = tl.minimum(tl.maximum(full_tiles(num_keys, kv_start, q_start + first_row, ATTEND.BLOCK_N), begin), stop)
         state = attend_tiles(
-            state, q, rows_scale, positions, slopes, cache, table_ptr, num_pages, head, kv_start, span, options, begin, masked_from,
+            state, q, rows_scale, positions, slopes, cache, table_ptr, num_pages, head, kv_start, span, limits, begin, masked_from,
             False, ATTEND, K, V, TARGET,
         )  # fmt: skip
     state = attend_tiles(
-        state, q, rows_scale, positions, slopes, cache, table_ptr, num_pages, head, kv_start, span, options, masked_from, stop,
+        state, q, rows_scale, positions, slopes, cache, table_ptr, num_pages, head, kv_start, span, limits, masked_from, stop,
         True, ATTEND, K, V, TARGET,
     )  # fmt: skip
 
@@ -148,7 +154,7 @@ def decode_kernel(
 def reduce_kernel(
     part_ptr, part_lse_ptr, seq_lens_ptr, kv_start_ptr, q_start_ptr, sink_logits_ptr, out_ptr, lse_ptr,
     part_strides, part_lse_strides, out_strides, lse_strides,
-    table_width, num_q_heads, q_len, options,
+    table_width, num_q_heads, q_len, limits,
     DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_PARTS: tl.constexpr,
     PAGE_SIZE: tl.constexpr, HAS_WINDOW: tl.constexpr, SPLIT: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
@@ -158,7 +164,7 @@ def reduce_kernel(
     seq = (tl.program_id(0) // num_q_heads // q_len).to(tl.int64)
     num_keys, kv_start, q_start = load_lengths(seq, seq_lens_ptr, kv_start_ptr, q_start_ptr, q_len, table_width, PAGE_SIZE)
     span = span_of(
-        num_keys, kv_start, q_start, q_start + q_len - 1, options.window, options.sinks, SPLIT.BLOCK_N, HAS_WINDOW
+        num_keys, kv_start, q_start, q_start + q_len - 1, limits.window, limits.sinks, SPLIT.BLOCK_N, HAS_WINDOW
     )
     num_splits = split_of(span[5], SPLIT)[1]
 

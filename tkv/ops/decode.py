@@ -9,7 +9,7 @@ import torch
 
 from tkv.cache import KVCache
 from tkv.errors import RangeError, UnsupportedError
-from tkv.kernels.args import Attend, Options, RowStrides, Split, SplitStrides
+from tkv.kernels.args import Attend, Limits, RowStrides, Split, SplitStrides
 from tkv.ops.checks import (
     FLOATS,
     INTEGERS,
@@ -199,7 +199,7 @@ def plan_decode(
     split = Split(SPLITS=splits, TILES=tiles, BLOCK_N=config.block_n)
     k_storage, v_storage = storages(cache)
     target = target_for(arch, interpret)
-    options = Options(softcap=softcap or 0.0, window=window or 0, sinks=sinks)
+    limits = Limits(softcap=softcap or 0.0, window=window or 0, sinks=sinks)
     attend = Attend(
         PAGE_SIZE=cache.page_size,
         BLOCK_N=config.block_n,
@@ -222,7 +222,7 @@ def plan_decode(
         (num_programs, splits),
         (q, paged_words(cache), page_table, seq_lens, kv_start, q_start, alibi_slopes, sink_logits, parts, part_lse)
         + (RowStrides(*q.stride()[:3]), page_table.stride(0), part_strides, part_lse_strides)
-        + (cache.num_pages, page_table.shape[1], cache.num_kv_heads, group, q_len, row_tiles, scale, options)
+        + (cache.num_pages, page_table.shape[1], cache.num_kv_heads, group, q_len, row_tiles, scale, limits)
         + (config.block_m, split, attend, k_storage, v_storage, target),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
@@ -236,7 +236,7 @@ def plan_decode(
         (num_seqs * q_len * num_q_heads,),
         (parts, part_lse, seq_lens, kv_start, q_start, sink_logits, out, lse)
         + (part_strides, part_lse_strides, RowStrides(*out.stride()[:3]), RowStrides(*(lse.stride() if lse is not None else (0, 0, 0))))
-        + (page_table.shape[1], num_q_heads, q_len, options)
+        + (page_table.shape[1], num_q_heads, q_len, limits)
         + (cache.v_head_dim, block_d, max(1, min(16, 2048 // block_d)), cache.page_size, window is not None, split, target),
         num_warps=1 if block_d <= 128 else 2,
         num_stages=1,

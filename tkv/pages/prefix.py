@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Sequence
-from typing import Union
 
 import numpy as np
 
@@ -13,7 +12,7 @@ from tkv.errors import DTypeError
 from tkv.pages.pool import PagePool
 
 # What may tell two equal prompts apart: an adapter's name, a tenant's salt, and tuples of such.
-ExtraKeys = Union[None, bool, int, float, str, bytes, Sequence["ExtraKeys"]]
+ExtraKeys = bool | int | float | str | bytes | Sequence["ExtraKeys"] | None
 
 # In place of a token's id while the manager has not been told it. Ids start at 0.
 UNKNOWN = -1
@@ -66,8 +65,8 @@ class PrefixIndex:
 
     An indexed page has a *parent*, the hash of all before it, and a *claim*: so many of its leading slots may be matched, and so must not
     be written. A claim on the whole page gives it a hash of its own, under which its children are found. The index owns one reference
-    of each indexed page. Pages that nobody else owns are *idle*: they stay until they are evicted, least recently used first. Since
-    a sequence owns all pages before one that it owns, and lets go of the last page first, that order has children before their parents.
+    of each indexed page. Pages that nobody else owns are *idle*: they stay until they are evicted, least recently used first. A
+    sequence that owns a page owns those before it, and lets go of the last page first: so that order has children before their parents.
     """
 
     def __init__(self, pool: PagePool, page_size: int) -> None:
@@ -86,6 +85,11 @@ class PrefixIndex:
     def num_idle(self) -> int:
         """Indexed pages that no sequence uses."""
         return len(self._idle)
+
+    @property
+    def num_available(self) -> int:
+        """Pages that can be had: free ones and idle ones."""
+        return self.pool.num_free + self.num_idle
 
     def holders(self, pages: np.ndarray) -> np.ndarray:
         """References of pages other than the index's own."""
@@ -112,8 +116,14 @@ class PrefixIndex:
     def release(self, pages: np.ndarray) -> None:
         """Take an owner from each page, in the order in which those that stay idle are to be evicted."""
         self.pool.release(pages)
-        idle = pages[(self.claims[pages] > 0) & (self.pool.refs[pages] == 1)]
-        self._idle.update(dict.fromkeys(idle.tolist()))
+        idle = self._idle
+        for page in pages[(self.claims[pages] > 0) & (self.pool.refs[pages] == 1)].tolist():
+            # A page that a sequence had under other parents than the index (it was identified late) may come after them.
+            found: int | None = page
+            while found is not None and (found in idle or found == page):
+                idle.pop(found, None)
+                idle[found] = None
+                found = self._page_of.get(self._parent[found])
 
     def publish(self, chain: list[bytes], pages: np.ndarray) -> np.ndarray:
         """Index owned pages that are whole and follow on the chain of hashes, which is extended.
@@ -170,9 +180,9 @@ class PrefixIndex:
         self.pool.release(dropped)
 
     def evict(self, count: int) -> None:
-        """Free at least so many idle pages; there must be as many."""
+        """Free at least so many idle pages, or all."""
         goal = self.pool.num_free + count
-        while self.pool.num_free < goal:
+        while self._idle and self.pool.num_free < goal:
             before = self.pool.num_free
             self.forget(next(iter(self._idle)))
             self.num_evicted += self.pool.num_free - before

@@ -87,7 +87,7 @@ def start(BLOCK_M: tl.constexpr, V: tl.constexpr):
 
 @triton.jit
 def attend_tiles(
-    state, q, rows_scale, positions, slopes, cache, table_ptr, num_pages, head, kv_start, span, options, first, last,
+    state, q, rows_scale, positions, slopes, cache, table_ptr, num_pages, head, kv_start, span, limits, first, last,
     MASKED: tl.constexpr, ATTEND: tl.constexpr, K: tl.constexpr, V: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     """The state after visits first..last - 1 of a span.
@@ -118,14 +118,14 @@ def attend_tiles(
         if ATTEND.HAS_SOFTCAP or ATTEND.HAS_ALIBI:
             x = x * rows_scale[:, None]
             if ATTEND.HAS_SOFTCAP:
-                x = options.softcap * LOG2_E * tanh(x / (options.softcap * LOG2_E))
+                x = limits.softcap * LOG2_E * tanh(x / (limits.softcap * LOG2_E))
             if ATTEND.HAS_ALIBI:
                 distance = positions[:, None] - (keys + kv_start)[None, :]
                 x = x - slopes[:, None] * LOG2_E * distance.to(tl.float32)
             scale = tl.full([positions.shape[0]], 1.0, tl.float32)
         visible = seen[None, :]
         if MASKED and not ATTEND.ONE_POSITION:
-            visible = visible & seen_by_rows(keys + kv_start, positions, options.window, options.sinks, ATTEND.HAS_WINDOW)
+            visible = visible & seen_by_rows(keys + kv_start, positions, limits.window, limits.sinks, ATTEND.HAS_WINDOW)
         x = tl.where(visible, x, -float("inf"))
         p, decay, best, total = softmax_step(x, best, total, scale, ATTEND.LIFT, K.SCALE == "token_head")
 

@@ -19,8 +19,12 @@ def round_to(x, DTYPE: tl.constexpr, TARGET: tl.constexpr):
     """float32 x in DTYPE, rounded to nearest even."""
     if TARGET.INTERPRET:
         if DTYPE == tl.bfloat16:
-            # The interpreter truncates: round in integers first, so that only zeros are cut off.
+            # The interpreter truncates, and its subnormals are wrong: round and cut in integers.
             bits = x.to(tl.int32, bitcast=True)
-            rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
-            x = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, bits, rounded).to(tl.float32, bitcast=True)
-    return x.to(DTYPE)
+            rounded = bits + 0x7FFF + ((bits >> 16) & 1)
+            rounded = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, bits | 0x400000, rounded)
+            return (rounded >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+        else:
+            return x.to(DTYPE)
+    else:
+        return x.to(DTYPE)

@@ -27,7 +27,8 @@ def span_of(num_keys, kv_start, first, last, window, sinks, BLOCK_N: tl.constexp
         sink_end = end * 0
     sink_tiles = tl.cdiv(sink_end, BLOCK_N)
     window_tile = tl.maximum(window_from // BLOCK_N, sink_tiles)
-    tiles = sink_tiles + tl.maximum(tl.cdiv(end, BLOCK_N) - window_tile, 0)
+    in_windows = tl.maximum(tl.cdiv(end, BLOCK_N) - window_tile, 0)
+    tiles = sink_tiles + tl.where(window_from < end, in_windows, 0)
     return (end, window_from, sink_end, sink_tiles, window_tile, tiles)
 
 

@@ -1,0 +1,162 @@
+"""What a CacheManager takes and gives: token ids, the batch of a step, statistics."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+import torch
+
+from tkv.errors import DTypeError, RangeError, ShapeError
+
+Ints = Sequence[int] | np.ndarray | torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class BatchTensors:
+    """A :class:`Batch` as tensors on a device, under the names that tkv's functions have for them."""
+
+    page_table: torch.Tensor
+    seq_lens: torch.Tensor
+    prefix_lens: torch.Tensor
+    cu_seqlens: torch.Tensor
+    slot_mapping: torch.Tensor
+    positions: torch.Tensor
+    copies: torch.Tensor
+    filled: torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """What the engine has to compute in one step, and to do to every layer's cache.
+
+    In this order, for each layer: apply `copies` (all reads before any write, or one after the other: no page is both source and
+    destination), write the new keys and values to `slot_mapping`, attend. Steps run in the order in which they were handed out.
+
+    Attributes:
+        seqs: ``[num_seqs]`` int64, the sequences, in the order of the call.
+        page_table: ``[num_seqs, width]`` int32, as wide as the longest sequence needs; -1 behind a sequence's pages.
+        seq_lens: ``[num_seqs]`` int32, tokens of each sequence, the new ones included.
+        prefix_lens: ``[num_seqs]`` int32, without the new ones.
+        cu_seqlens: ``[num_seqs + 1]`` int32, where each sequence's new tokens start among all new tokens.
+        slot_mapping: ``[num_tokens]`` int64, ``page * page_size + offset`` of each new token. No slot comes twice, and its page belongs to
+            no other sequence.
+        positions: ``[num_tokens]`` int64, the place of each new token in its sequence.
+        copies: ``[num_copies, 2]`` int32, (source, destination) pages.
+        copy_lens: ``[num_copies]`` int32, how many leading tokens of each copied page matter; a whole page may be copied.
+        filled: ``[num_filled]`` int32, pages whose last slot this step writes.
+        max_q_len, max_seq_len: the largest number of new tokens, and of tokens, of a sequence: hints for launches.
+    """
+
+    seqs: np.ndarray
+    page_table: np.ndarray
+    seq_lens: np.ndarray
+    prefix_lens: np.ndarray
+    cu_seqlens: np.ndarray
+    slot_mapping: np.ndarray
+    positions: np.ndarray
+    copies: np.ndarray
+    copy_lens: np.ndarray
+    filled: np.ndarray
+    max_q_len: int
+    max_seq_len: int
+
+    def tensors(self, device: torch.device | str | None = None) -> BatchTensors:
+        """The arrays as tensors.
+
+        Args:
+            device: where; on the CPU (None) they share the arrays' memory.
+
+        Returns:
+            The tensors.
+
+        Example:
+            >>> from tkv.pages import CacheManager, PagePool
+            >>> manager = CacheManager(PagePool(8), page_size=4)
+            >>> batch = manager.step({manager.add([5, 6, 7]): [5, 6, 7]}).tensors()
+            >>> batch.page_table, batch.seq_lens, batch.slot_mapping
+            (tensor([[0]], dtype=torch.int32), tensor([3], dtype=torch.int32), tensor([0, 1, 2]))
+        """
+        arrays = {field.name: torch.from_numpy(getattr(self, field.name)) for field in fields(BatchTensors)}
+        return BatchTensors(**(arrays if device is None else {name: array.to(device) for name, array in arrays.items()}))
+
+
+@dataclass(frozen=True)
+class CacheStats:
+    """A manager's statistics, since it was made and at the moment.
+
+    Attributes:
+        prompts: sequences that were added.
+        hits: those of them that found at least one token in the cache.
+        tokens_asked: tokens of the prompts.
+        tokens_saved: those of them that were found, and need not be computed.
+        evictions: cached pages that were given up for new ones.
+        copies: pages that were copied.
+        pages_used: pages that sequences use, each counted once.
+        pages_shared: those of them that several sequences use.
+        pages_cached: pages that no sequence uses, kept for prompts to come.
+        pages_free: pages that hold nothing.
+        waste: slots without a token in the pages that sequences use.
+    """
+
+    prompts: int
+    hits: int
+    tokens_asked: int
+    tokens_saved: int
+    evictions: int
+    copies: int
+    pages_used: int
+    pages_shared: int
+    pages_cached: int
+    pages_free: int
+    waste: int
+
+
+def as_ids(name: str, values: Ints, *, low: int | None = 0) -> np.ndarray:
+    """A 1-D int64 array of integers of at least `low`.
+
+    Raises:
+        DTypeError, ShapeError, RangeError: they are something else.
+    """
+    if isinstance(values, torch.Tensor) and values.device.type != "cpu":
+        raise DTypeError(f"{name}: expected integers on the host, got a tensor on {values.device}; call .cpu()")
+    if isinstance(values, str | bytes) or not (hasattr(values, "__len__") or hasattr(values, "__array__")):
+        raise DTypeError(f"{name}: expected a list of integers, got {values!r}")
+    try:
+        array = np.asarray(values)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise DTypeError(f"{name}: expected a list of integers ({error})") from error
+    if array.ndim != 1:
+        raise ShapeError(f"{name}: expected one dimension, got shape {list(array.shape)}")
+    if array.size == 0:
+        return np.zeros(0, np.int64)
+    if array.dtype.kind not in "iu" or (array.dtype == np.uint64 and array.max() >= 2**63):
+        raise DTypeError(f"{name}: expected integers of up to 63 bits, got {array.dtype}")
+    if low is not None and array.min() < low:
+        raise RangeError(f"{name}: expected {low} or more, got {array.min()} at [{int(array.argmin())}]")
+    return np.ascontiguousarray(array, np.int64)
+
+
+def as_work(seqs: Mapping[int, Ints] | Ints, tokens: Ints | None, counts: Ints | None) -> tuple[np.ndarray, np.ndarray | None, np.ndarray]:
+    """What a step is asked for: sequences, ids of their new tokens or None, and how many each gets.
+
+    Raises:
+        DTypeError, ShapeError, RangeError: the arguments do not fit together.
+    """
+    if isinstance(seqs, Mapping):
+        if tokens is not None or counts is not None:
+            raise DTypeError("tokens: a mapping has the tokens with it; leave out tokens and counts")
+        parts = [as_ids("tokens", part) for part in seqs.values()]
+        new = np.array([part.size for part in parts], np.int64)
+        return as_ids("seqs", list(seqs), low=None), np.concatenate(parts) if parts else np.zeros(0, np.int64), new
+    names = as_ids("seqs", seqs, low=None)
+    if tokens is None and counts is None:
+        raise DTypeError("tokens: expected the ids of the new tokens, or counts of tokens whose ids are not known")
+    ids = None if tokens is None else as_ids("tokens", tokens)
+    new = np.ones(names.size, np.int64) if counts is None else as_ids("counts", counts)
+    if new.size != names.size:
+        raise ShapeError(f"counts: expected {names.size}, one for each sequence, got {new.size}")
+    if ids is not None and ids.size != new.sum():
+        raise ShapeError(f"tokens: expected {new.sum()} ids for {names.size} sequences, got {ids.size}")
+    return names, ids, new

@@ -1,0 +1,348 @@
+"""CacheManager: sequences over a pool of pages, and prompts that find what is cached already."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from tkv.errors import DTypeError, RangeError
+from tkv.ops.checks import check_flag, check_int
+from tkv.pages.batch import Batch, CacheStats, Ints, as_ids, as_work
+from tkv.pages.ledger import Ledger
+from tkv.pages.pool import PagePool
+from tkv.pages.prefix import ExtraKeys, PrefixIndex, root_hash
+
+
+class CacheManager:
+    """Sequences over the pages of a pool, for all layers whose caches have the same pages and window.
+
+    A sequence is the tokens whose keys and values are in its pages. :meth:`add` starts one with what the cache has of its prompt already,
+    :meth:`step` extends a batch of them and says which slots to write; what was written stays to be found by later prompts, also when
+    its sequence is freed, until the room is needed (least recently used first, the end of a chain before its start).
+
+    The contract: **what a step hands out is written, in every layer, before the kernels of the next step run**. From the return of
+    :meth:`step` on its tokens can be found by prompts; two prompts that are added before either was in a step are both computed, and
+    share whole pages afterwards. A step whose kernels fail leaves pages that promise what they do not hold: free its sequences and
+    call :meth:`clear`.
+
+    A page is written by the only sequence that has it. Sequences that share a page which one of them is about to write, after a
+    :meth:`fork` or a match that ends within a page, part: the step copies the page for the writer.
+
+    Every call that raises leaves all sequences and references as they were. A manager is not safe for several threads at once, and has
+    its pool to itself.
+
+    Args:
+        pool: the pages.
+        page_size: tokens of a page, as in the caches.
+        prefix_cache: whether prompts may find pages of others, and pages are kept once their sequences are gone.
+        partial_tokens: the fewest tokens of a page that are worth a copy of it when a prompt agrees with the page no further; None: prompts
+            match whole pages only.
+
+    Raises:
+        DTypeError, RangeError: an argument is of another type or out of range.
+
+    Example:
+        >>> manager = CacheManager(PagePool(100), page_size=4)
+        >>> first = manager.add([1, 2, 3, 4, 5, 6])
+        >>> batch = manager.step({first: [1, 2, 3, 4, 5, 6]})      # now write batch.slot_mapping in every layer, and attend
+        >>> prompt = [1, 2, 3, 4, 5, 9, 9]
+        >>> second = manager.add(prompt)
+        >>> manager.length(second)                                 # of its tokens, five need not be computed
+        5
+        >>> manager.step({second: prompt[5:]}).copies.tolist()     # page 1 goes on differently: copied first
+        [[1, 2]]
+        >>> batch = manager.step([first, second], tokens=[7, 8])   # decoding
+    """
+
+    def __init__(self, pool: PagePool, page_size: int, *, prefix_cache: bool = True, partial_tokens: int | None = 1) -> None:
+        if not isinstance(pool, PagePool):
+            raise DTypeError(f"pool: expected a tkv.PagePool, got {type(pool).__name__}")
+        self.pool = pool
+        self.page_size = check_int("page_size", page_size, 1)
+        self.prefix_cache = check_flag("prefix_cache", prefix_cache)
+        self.partial_tokens = None if partial_tokens is None else check_int("partial_tokens", partial_tokens, 1)
+        self._ledger = Ledger(PrefixIndex(pool, self.page_size), self.prefix_cache, self.partial_tokens)
+        self._prompts = self._hits = self._asked = self._saved = 0
+
+    @property
+    def seqs(self) -> list[int]:
+        """The living sequences, oldest first."""
+        return self._ledger.names
+
+    @property
+    def num_available(self) -> int:
+        """Pages that steps can still take: free ones and those that are only cached."""
+        return self._ledger.index.num_available
+
+    def length(self, seq: int) -> int:
+        """Tokens of a sequence.
+
+        Raises:
+            RangeError, DTypeError: there is no such sequence.
+
+        Example:
+            >>> manager = CacheManager(PagePool(8), page_size=4)
+            >>> manager.length(manager.add([1, 2, 3]))             # none is computed yet
+            0
+        """
+        return int(self._ledger.lens[self._ledger.row(seq)])
+
+    def pages(self, seq: int) -> np.ndarray:
+        """``[ceil(length / page_size)]`` int32, a sequence's pages in order: a copy.
+
+        Raises:
+            RangeError, DTypeError: there is no such sequence.
+
+        Example:
+            >>> manager = CacheManager(PagePool(8), page_size=4)
+            >>> batch = manager.step({manager.add([1, 2, 3, 4, 5]): [1, 2, 3, 4, 5]})
+            >>> manager.pages(0).tolist()
+            [0, 1]
+        """
+        return self._ledger.pages(self._ledger.row(seq))
+
+    def tokens(self, seq: int) -> np.ndarray:
+        """``[length]`` int64, a sequence's token ids, -1 where they were not given.
+
+        Raises:
+            RangeError, DTypeError: there is no such sequence.
+
+        Example:
+            >>> manager = CacheManager(PagePool(8), page_size=4)
+            >>> batch = manager.step({manager.add([1, 2]): [1, 2]})
+            >>> manager.tokens(0).tolist()
+            [1, 2]
+        """
+        return self._ledger.ids_of(self._ledger.row(seq))
+
+    def match(self, tokens: Ints, *, extra_keys: ExtraKeys = None) -> int:
+        """How many tokens of a prompt :meth:`add` would find now. Nothing changes.
+
+        Args:
+            tokens, extra_keys: as for :meth:`add`.
+
+        Returns:
+            The number of leading tokens, at most ``len(tokens) - 1``.
+
+        Raises:
+            DTypeError, ShapeError, RangeError: as for :meth:`add`.
+
+        Example:
+            >>> manager = CacheManager(PagePool(8), page_size=4)
+            >>> batch = manager.step({manager.add([1, 2, 3]): [1, 2, 3]})
+            >>> manager.match([1, 2, 3])
+            2
+        """
+        return self._ledger.match(as_ids("tokens", tokens), root_hash(extra_keys))[1]
+
+    def add(self, tokens: Ints, *, extra_keys: ExtraKeys = None) -> int:
+        """Start a sequence with the longest part of a prompt that the cache has.
+
+        Whole pages are shared. A page that the prompt agrees with only in part is shared too, until the step that writes the rest, which
+        copies it if others need it. The last token is never taken from the cache: its output has to be computed.
+
+        Args:
+            tokens: ``[n]`` ids of the prompt, ints from 0 on: a list, array or tensor on the host. What stands for an image or
+                other data needs ids that tell these apart.
+            extra_keys: what else the keys and values depend on, such as an adapter's name or a tenant's salt: None, bool, int, float,
+                str, bytes, or tuples of such. Only equal ones match, and different ones never collide.
+
+        Returns:
+            The sequence's number, which never comes again. Its :meth:`length` says how much was found; give the rest to :meth:`step`.
+
+        Raises:
+            DTypeError, ShapeError, RangeError: the tokens or keys are of another kind.
+
+        Example:
+            >>> manager = CacheManager(PagePool(8), page_size=2)
+            >>> batch = manager.step({manager.add([1, 2, 3]): [1, 2, 3]})
+            >>> manager.length(manager.add([1, 2, 3, 4])), manager.length(manager.add([1, 2, 3, 4], extra_keys="a tenant's salt"))
+            (3, 0)
+        """
+        ids, root = as_ids("tokens", tokens), root_hash(extra_keys)
+        seq, found = self._ledger.start(ids, root)
+        self._prompts += 1
+        self._hits += found > 0
+        self._asked += ids.size
+        self._saved += found
+        return seq
+
+    def step(self, seqs: Mapping[int, Ints] | Ints, tokens: Ints | None = None, *, counts: Ints | None = None) -> Batch:
+        """Extend sequences by new tokens, all of them or none.
+
+        Args:
+            seqs: ``[num_seqs]`` different sequences, in the order of the batch; or a mapping from each to its new tokens.
+            tokens: ``[num_tokens]`` ids of all new tokens, sequence by sequence.
+            counts: ``[num_seqs]`` how many of them each sequence gets, from 0 on; one each if None. Without `tokens`: so many tokens whose
+                ids are not known yet (sampled on the device, or a tree of drafts); prompts find them only after :meth:`identify`.
+
+        Returns:
+            What to do: see :class:`Batch`.
+
+        Raises:
+            OutOfPages: free and cached pages are too few. Free or truncate sequences, or step fewer of them.
+            RangeError: no such sequence, one that comes twice, tokens of a sequence with unidentified ones, a length above 2^30.
+            DTypeError, ShapeError: an argument is of another kind.
+
+        Example:
+            >>> manager = CacheManager(PagePool(8), page_size=4)
+            >>> a, b = manager.add([1, 2, 3, 4, 5]), manager.add([6])
+            >>> batch = manager.step({a: [1, 2, 3, 4, 5], b: [6]})
+            >>> batch.cu_seqlens.tolist(), batch.slot_mapping.tolist(), batch.filled.tolist()
+            ([0, 5, 6], [0, 1, 2, 3, 4, 8], [0])
+            >>> manager.step([a, b], tokens=[10, 11]).slot_mapping.tolist()
+            [5, 9]
+        """
+        return self._ledger.step(*as_work(seqs, tokens, counts))
+
+    def append(self, seq: int, tokens: Ints | None = None, *, count: int | None = None) -> Batch:
+        """:meth:`step` of a single sequence.
+
+        Args:
+            seq: the sequence.
+            tokens: its new tokens, or
+            count: how many, if their ids are not known yet.
+
+        Returns:
+            What to do: see :class:`Batch`.
+
+        Raises:
+            OutOfPages, RangeError, DTypeError, ShapeError: as for :meth:`step`.
+
+        Example:
+            >>> manager = CacheManager(PagePool(8), page_size=4)
+            >>> manager.append(manager.add([1, 2]), [1, 2]).slot_mapping.tolist()
+            [0, 1]
+        """
+        if (tokens is None) == (count is None):
+            raise DTypeError("tokens: expected token ids, or a count of tokens without ids; got both or neither")
+        if tokens is None:
+            return self.step([seq], counts=[check_int("count", count, 0)])
+        return self.step({seq: tokens})
+
+    def identify(self, seq: int, tokens: Ints) -> None:
+        """Say which tokens were handed out as a mere count, the oldest first, so that prompts can find them.
+
+        Args:
+            seq: the sequence.
+            tokens: ids of its first tokens without ids, not more than there are. Keys and values in their slots must be theirs, computed
+                with the sequence before them: after a tree of drafts, the accepted path moved together and the rest truncated.
+
+        Raises:
+            RangeError: there are fewer tokens without ids; or a sequence that shares them has given other ids; or no such sequence.
+            DTypeError, ShapeError: the tokens are of another kind.
+
+        Example:
+            >>> manager = CacheManager(PagePool(8), page_size=4)
+            >>> seq = manager.add([1])
+            >>> batch = manager.step([seq], counts=[3])
+            >>> manager.identify(seq, [1, 2])
+            >>> manager.tokens(seq).tolist()
+            [1, 2, -1]
+        """
+        self._ledger.identify(seq, as_ids("tokens", tokens))
+
+    def fork(self, seq: int) -> int:
+        """A second sequence with the same tokens, on the same pages.
+
+        Args:
+            seq: the sequence.
+
+        Returns:
+            The new sequence's number. A page that is not whole is copied when one of the two goes on.
+
+        Raises:
+            RangeError, DTypeError: there is no such sequence.
+
+        Example:
+            >>> manager = CacheManager(PagePool(8), page_size=4)
+            >>> a = manager.add([1, 2])
+            >>> b = (manager.append(a, [1, 2]), manager.fork(a))[1]
+            >>> batch = manager.step([a, b], tokens=[3, 4])
+            >>> batch.page_table.tolist(), batch.copies.tolist()
+            ([[1], [0]], [[0, 1]])
+        """
+        return self._ledger.fork(seq)
+
+    def truncate(self, seq: int, length: int) -> None:
+        """Drop the last tokens of a sequence, such as drafts that were rejected.
+
+        What only this sequence has is forgotten: no prompt finds it any more. Pages that others use, or that cached pages build on, stay.
+
+        Args:
+            seq: the sequence.
+            length: how many tokens stay, from 0 to its length.
+
+        Raises:
+            RangeError, DTypeError: no such sequence or length.
+
+        Example:
+            >>> manager = CacheManager(PagePool(8), page_size=4)
+            >>> seq = manager.add([1, 2, 3])
+            >>> batch = manager.step({seq: [1, 2, 3, 8, 9]})
+            >>> manager.truncate(seq, 3)
+            >>> manager.step({seq: [4]}).slot_mapping.tolist()
+            [3]
+        """
+        old = self.length(seq)
+        if check_int("length", length, 0) > old:
+            raise RangeError(f"length: expected 0 to {old}, the length of sequence {seq}, got {length}")
+        self._ledger.truncate(seq, length)
+
+    def free(self, seq: int) -> None:
+        """End a sequence. Its pages stay cached, the last one too, until others need them.
+
+        Args:
+            seq: the sequence.
+
+        Raises:
+            RangeError, DTypeError: there is no such sequence.
+
+        Example:
+            >>> manager = CacheManager(PagePool(8), page_size=4)
+            >>> seq = manager.add([1, 2, 3])
+            >>> batch = manager.step({seq: [1, 2, 3]})
+            >>> manager.free(seq)
+            >>> manager.length(manager.add([1, 2, 3, 4]))
+            3
+        """
+        self._ledger.free(seq)
+
+    def clear(self) -> None:
+        """Forget all that is cached, as when the model's weights have changed. Living sequences go on, but no prompt finds them.
+
+        Example:
+            >>> manager = CacheManager(PagePool(8), page_size=4)
+            >>> batch = manager.step({manager.add([1, 2, 3]): [1, 2, 3]})
+            >>> manager.clear()
+            >>> manager.match([1, 2, 3])
+            0
+        """
+        self._ledger.clear()
+
+    def stats(self) -> CacheStats:
+        """Statistics: hits, tokens saved, pages by their use, evictions, waste.
+
+        Example:
+            >>> manager = CacheManager(PagePool(8), page_size=4)
+            >>> batch = manager.step({manager.add([1, 2, 3]): [1, 2, 3]})
+            >>> stats = manager.stats()
+            >>> stats.tokens_asked, stats.pages_used, stats.waste
+            (3, 1, 1)
+        """
+        ledger = self._ledger
+        holders = ledger.index.holders(np.arange(self.pool.num_pages))
+        return CacheStats(
+            prompts=self._prompts,
+            hits=self._hits,
+            tokens_asked=self._asked,
+            tokens_saved=self._saved,
+            evictions=ledger.index.num_evicted,
+            copies=ledger.num_copies,
+            pages_used=int(np.count_nonzero(holders > 0)),
+            pages_shared=int(np.count_nonzero(holders > 1)),
+            pages_cached=ledger.index.num_idle,
+            pages_free=self.pool.num_free,
+            waste=ledger.waste(),
+        )
