@@ -38,7 +38,8 @@ def main() -> None:
     rows: list[list[object]] = []
 
     def report(name: str, taken: list[float], tokens: int) -> None:
-        rows.append([name, len(taken), statistics.median(taken), np.percentile(taken, 80), max(taken), statistics.median(taken) * 1e3 / tokens])
+        median = statistics.median(taken)
+        rows.append([name, len(taken), median, np.percentile(taken, 80), max(taken), median * 1e3 / tokens])
 
     seqs: list[int] = []
     todo = iter(zip(prompts, lengths))

@@ -72,7 +72,7 @@ class PrefixIndex:
     def __init__(self, pool: PagePool, page_size: int) -> None:
         self.pool = pool
         self.page_size = page_size
-        self.tokens = np.full((pool.num_pages, page_size), UNKNOWN, np.int64)
+        self.tokens = np.zeros((pool.num_pages, page_size), np.int64)
         self.claims = np.zeros(pool.num_pages, np.int32)
         self.num_evicted = 0
         self._page_of: dict[bytes, int] = {}

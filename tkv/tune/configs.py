@@ -99,10 +99,12 @@ def default_decode(arch: str, head_dim: int, bits: int, compute_bits: int, rows:
         return DecodeConfig(block_m=16, block_n=block_n, num_warps=8 if compute_bits == 32 else 4, num_stages=1)
     if compute_bits == 32:
         # IEEE float32 products run on the scalar units and hold both operands in registers.
-        return DecodeConfig(block_m=16, block_n=16, num_warps=8 if head_dim > 64 else 4, num_stages=2, max_registers=255)
+        return DecodeConfig(16, 16, num_warps=8 if head_dim > 64 else 4, num_stages=1 if wide else 2, max_registers=255)
     block_m = 16 if wide or rows <= 16 else 32
-    if wide or block_m == 32:
-        block_n = 64 if (bits == 8) == wide else 32
+    if wide:
+        block_n = 64 if bits == 8 and not arch.startswith("sm12") else 32
+    elif block_m == 32:
+        block_n = 32 if bits == 8 else 64
     elif bits == 8:
         block_n = 128 if head_dim >= 64 else 64
     else:
