@@ -55,7 +55,8 @@ def main() -> None:
         writer.writerows(rows)
     else:
         print(tabulate(rows, headers="keys"))
-        print(f"\nGroup 8, q_len 1, pages of 16. Warps of {', '.join(f'{name}: {arch(name).warp_size}' for name in dict.fromkeys(n for _, n in jobs))}.")
+        warps = ", ".join(f"{name} {arch(name).warp_size}" for name in dict.fromkeys(name for _, name in jobs))
+        print(f"\nGroup 8, q_len 1, pages of 16. Threads of a warp: {warps}.")
 
 
 if __name__ == "__main__":
