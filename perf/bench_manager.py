@@ -31,7 +31,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     args = parser.parse_args()
     rng = np.random.default_rng(0)
-    manager = CacheManager(PagePool(args.seqs * ((args.tokens + args.steps) // args.page_size + 3)), args.page_size)
+    pool = PagePool(args.seqs * ((args.tokens + 2 * args.steps) // args.page_size + 3))
+    manager = CacheManager(pool, args.page_size)
     prompts = rng.integers(0, 50_000, (args.seqs, args.tokens))
     # Sequences reach the ends of their pages in different steps, as in a server.
     lengths = args.tokens - rng.integers(0, args.page_size, args.seqs)

@@ -94,10 +94,14 @@ WRONG = {
     "decode scale is text": (lambda: decode(scale="1"), DTypeError, "scale: expected a number, got '1'"),
     "decode scale is a bool": (lambda: decode(scale=True), DTypeError, "scale: expected a number"),
     "decode scale is a tensor": (lambda: decode(scale=zeros(1)), DTypeError, "scale: expected a number"),
-    "decode scale is negative": (lambda: decode(scale=-0.1), RangeError, "scale: expected a number from 0 on, got -0.1"),
+    "decode scale is negative": (lambda: decode(scale=-0.1), RangeError, "scale: expected a positive number or 0, from 1e-30 to 1e30, got -0.1"),
     "decode scale is nan": (lambda: decode(scale=float("nan")), RangeError, "scale: .* got nan"),
     "decode scale is inf": (lambda: decode(scale=float("inf")), RangeError, "scale: .* got inf"),
-    "decode softcap is 0": (lambda: decode(softcap=0), RangeError, "softcap: expected a positive number, got 0"),
+    "decode softcap is 0": (lambda: decode(softcap=0), RangeError, "softcap: expected a positive number, from 1e-30 to 1e30, got 0"),
+    "decode softcap is beyond float32": (lambda: decode(softcap=1e39), RangeError, "softcap: .* got 1e.39"),
+    "decode out shares rows": (lambda: decode(out=zeros(2, 1, 64).expand(2, 4, 64)), ShapeError, "out: rows must not share memory"),
+    "cache scale is a bool": (lambda: cache(*quantised_data(torch.float8_e4m3fn), True), DTypeError, "k_scale: expected a number"),
+    "cache scale is beyond float32": (lambda: cache(*quantised_data(torch.float8_e4m3fn), 1e39), RangeError, "k_scale: .* got 1e.39"),
     "decode softcap is negative": (lambda: decode(softcap=-1.0), RangeError, "softcap: expected a positive number"),
     "decode softcap is text": (lambda: decode(softcap="no"), DTypeError, "softcap: expected a number"),
     "decode slopes are a list": (lambda: decode(alibi_slopes=[1.0] * 4), DTypeError, "alibi_slopes: expected a torch.Tensor"),
@@ -193,7 +197,7 @@ WRONG = {
     "cache v has a strided last dim": (lambda: cache(v=zeros(4, 16, 2, 128)[..., ::2]), ShapeError, "v: the last dimension must be contiguous"),
     "cache has scales of a native format": (lambda: cache(k_scale=0.5), UnsupportedError, "k_scale: fp16 has no scales; leave it out, got 0.5"),
     "cache lacks dynamic scales": (lambda: cache(*quantised_data(), format=TOKEN_HEAD), DTypeError, "k_scale: int8/token_head needs a float32 tensor"),
-    "cache of int8 without scales": (lambda: cache(*quantised_data()), UnsupportedError, "format: 'int8/tensor' is not in this version"),
+    "cache of int8 without scales": (lambda: cache(*quantised_data()), UnsupportedError, r"k_scale: torch.int8 needs scales \[num_pages, page_size, num_kv_heads\] in this version, got none"),
     "cache scales have another shape": (lambda: cache(*quantised_data(), *[zeros(4, 16, 3, dtype=F32)] * 2, format=TOKEN_HEAD), ShapeError, r"k_scale: .*\[4, 16, 2\], got \[4, 16, 3\]"),
     "cache scales are fp16": (lambda: cache(*quantised_data(), *[zeros(4, 16, 2)] * 2), DTypeError, "k_scale: expected torch.float32, got torch.float16"),
     "cache scales are elsewhere": (lambda: cache(*quantised_data(), *[zeros(4, 16, 2, dtype=F32, device=META)] * 2), DeviceError, "k_scale: expected the device of k"),
@@ -214,8 +218,8 @@ WRONG = {
 }  # fmt: skip
 
 
-def quantised_data():
-    return [zeros(4, 16, 2, 64, dtype=torch.int8)] * 2
+def quantised_data(dtype=torch.int8):
+    return [zeros(4, 16, 2, 64).to(dtype)] * 2
 
 
 @pytest.mark.parametrize("name", WRONG)
@@ -236,7 +240,7 @@ def test_the_calls_that_the_table_changes_are_right_as_they_are():
 
 def test_a_table_of_more_keys_than_positions_is_refused():
     one_page = zeros(16).as_strided((1, 2**30, 1, 16), (0, 0, 0, 1))
-    with pytest.raises(RangeError, match=r"page_table: at most 2\^31 - 1 keys a sequence, got 2 pages"):
+    with pytest.raises(RangeError, match=r"page_table: expected at most 2\^30 keys a sequence, got 2 pages"):
         tkv.paged_decode(zeros(2, 1, 16), KVCache(one_page, one_page), ints(2, 2), ints(2))
 
 
@@ -309,8 +313,10 @@ class TestChecksOnRequest:
             decode(seq_lens=self.table(lens)[0])
 
     def test_positions(self):
-        with pytest.raises(RangeError, match="kv_start: expected at least 0, got -5 for sequence 1"):
+        with pytest.raises(RangeError, match=r"kv_start: expected 0 to 2\^30 - 1, got -5 for sequence 1"):
             decode(kv_start=self.table([0, -5])[0])
+        with pytest.raises(RangeError, match=r"q_start: expected .* got 1073741824 for sequence 0"):
+            decode(q_start=self.table([2**30, 0])[0])
 
     @pytest.mark.parametrize(
         ("table", "options", "message"),

@@ -206,12 +206,24 @@ def test_the_last_page_of_a_freed_sequence_is_found_and_written_on_without_a_cop
     assert manager.match([1, 2, 3, 4, 5, 6, 7, 8]) == 7 and manager.stats().pages_cached == 2
 
 
-def test_of_equally_long_matches_the_one_that_needs_no_copy_is_taken():
+def test_of_a_living_and_a_freed_page_the_one_that_needs_no_copy_is_taken():
     manager = manage()
     ends, goes_on = manager.add([1, 2]), manager.add([1, 2, 9])
     manager.step({ends: [1, 2], goes_on: [1, 2, 9]})
     manager.free(ends)
     seq, found = serve(manager, [1, 2, 7])
+    assert found == 2 and manager.pages(seq).tolist() == [0] and manager.stats().copies == 0
+
+
+def test_of_many_freed_pages_the_one_that_needs_no_copy_is_taken():
+    manager = manage()
+    prompts = [[1, 2], [1, 2, 5], [1, 2, 6], [1, 2, 8], [1, 2, 9]]
+    seqs = [manager.add(prompt) for prompt in prompts]
+    manager.step(dict(zip(seqs, prompts)))
+    for seq in seqs:
+        manager.free(seq)
+    assert manager.stats().pages_cached == 5
+    seq, found = serve(manager, [1, 2, 7, 0])
     assert found == 2 and manager.pages(seq).tolist() == [0] and manager.stats().copies == 0
 
 
@@ -273,6 +285,22 @@ def test_without_a_prefix_cache_nothing_is_found_or_kept():
     assert serve(manager, [1, 2, 3, 4, 5])[1] == 0
     manager.free(first)
     assert manager.stats().pages_cached == 0 and manager.pool.num_used == 2
+
+
+def test_a_match_that_ends_where_the_table_does():
+    manager = manage(page_size=1)
+    serve(manager, list(range(8)))
+    assert manager.match(list(range(10))) == 8
+
+
+def test_a_page_that_was_written_on_is_free_when_another_has_its_tokens():
+    manager = manage()
+    manager.free(serve(manager, [1, 2])[0])
+    a, b = manager.add([1, 2, 3, 4, 5]), manager.add([1, 2, 3, 4, 9])
+    manager.step({b: [3, 4, 9]})
+    manager.step({a: [3, 4, 5]})
+    assert manager.pages(a)[0] == manager.pages(b)[0] == 1
+    assert manager.pool.num_used == 3 and manager.stats().pages_cached == 0
 
 
 def test_a_forked_sequence_is_found_after_the_first_has_gone():
@@ -402,6 +430,15 @@ def test_a_fork_is_not_cut_with_its_origin():
     assert manager.tokens(b).tolist() == list(range(10)) and manager.match(list(range(11))) == 10
 
 
+def test_the_last_of_a_forks_writes_without_a_copy():
+    manager = manage()
+    a, _ = serve(manager, [1, 2, 3, 4, 5, 6])
+    b = manager.fork(a)
+    manager.truncate(b, 5)
+    manager.free(a)
+    assert manager.step({b: [0]}).copies.size == 0
+
+
 # Tokens without ids
 
 
@@ -474,6 +511,7 @@ def test_pages_identified_late_do_not_outlive_the_way_to_them():
     assert manager.match([1, 2, 3, 4, 5]) == 4
     late, _ = serve(manager, [7, 7, 7, 7])
     assert manager.match([1, 2, 3, 4, 5]) == 0 and manager.stats().evictions == 1
+    assert manager._ledger.index.claims.tolist() == [0, 0, 2, 2]
     manager.identify(b, [1, 2, 3, 4])
     assert manager.match([1, 2, 3, 4, 5]) == 4
     manager.free(late)

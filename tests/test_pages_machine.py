@@ -10,12 +10,14 @@ from problems import effort
 
 from tkv.errors import OutOfPages
 from tkv.pages import CacheManager, PagePool
+from tkv.pages.prefix import root_hash
 
 # Texts that part at different places, so that prompts agree in part more often than by chance.
 TEXTS = [[0, 1, 0, 0, 2, 1, *end] for end in ([1, 0, 2, 2, 0, 1, 0], [1, 0, 2, 2, 1, 1, 1], [2, 1, 0, 0, 1, 1, 2])] + [[0, 2, 1] * 4]
 some = st.lists(st.integers(0, 2), max_size=3)
 prompts = st.builds(lambda text, length, end: text[:length] + end, st.sampled_from(TEXTS), st.integers(0, 13), some)
 keys = st.sampled_from([None] * 9 + ["", 0, (None,)])
+ROOTS = {root_hash(key) for key in (None, "", 0, (None,))}
 which = st.integers(0, 255)
 
 
@@ -333,6 +335,7 @@ class Machine(RuleBasedStateMachine):
             assert None not in held and "stale" not in held
             assert [kv[-1] for kv in held] == self.index.tokens[page, :claim].tolist()
             assert all(b[:-1] == a for a, b in itertools.pairwise(held))
+            assert not claim or self.index._parent[page] in ROOTS or self.index.find(self.index._parent[page]) is not None
 
 
 def test_any_order_of_calls_leaves_every_sequence_its_own_keys_and_values():

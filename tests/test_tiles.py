@@ -27,9 +27,9 @@ from tkv.ops.launch import arch_name, interpreting, storages, target_for
 DEVICE = test_device()
 TARGET = target_for(arch_name(DEVICE), interpreting())
 # Every way to decode that can run here: portable integers always, inline PTX on a GPU.
-TARGETS = {Target(TARGET.INTERPRET, True, e4m3) for e4m3 in (True, False)}
+TARGETS = {Target(TARGET.INTERPRET, True, e4m3, flushes) for e4m3, flushes in ((True, False), (False, False), (False, True))}
 if not TARGET.PORTABLE:
-    TARGETS |= {Target(False, False, e4m3) for e4m3 in {TARGET.E4M3, False}}
+    TARGETS |= {Target(False, False, e4m3, False) for e4m3 in {TARGET.E4M3, False}}
 MAX_TILES = 12
 
 
@@ -229,22 +229,25 @@ def test_the_power_of_two_above_a_scale_is_the_least():
 
 
 @triton.jit
-def unit_kernel(scales_ptr, out_ptr, unit):
+def unit_kernel(scales_ptr, out_ptr, unit, peak):
     scales = tl.load(scales_ptr + tl.arange(0, 16))
-    tl.store(out_ptr, unit_for(scales, tl.zeros([], tl.float32) + unit))
+    new_unit, new_peak = unit_for(scales, tl.zeros([], tl.float32) + unit, tl.zeros([], tl.float32) + peak)
+    tl.store(out_ptr, new_unit)
+    tl.store(out_ptr + 1, new_peak)
 
 
 def test_the_unit_of_a_tile_follows_its_largest_scale_but_never_falls_so_far_that_sums_overflow():
     cases = [
-        ([0.0] * 16, 3.5, 3.5),
-        ([0.1] + [1e-9] * 15, 1.5, 0.125),
-        ([3.0, 5.0] + [0.0] * 14, 0.25, 8.0),
-        ([1e-30] * 16, 1.5, 1.5 * 2.0**-64),
+        ([0.0] * 16, 4.0, 8.0, [4.0, 8.0]),
+        ([0.1] + [1e-9] * 15, 2.0, 2.0, [0.125, 2.0]),
+        ([3.0, 5.0] + [0.0] * 14, 0.25, 4.0, [8.0, 8.0]),
+        ([1e-30] * 16, 2.0, 2.0, [2.0**-63, 2.0]),
+        ([1e-30] * 16, 2.0**-62, 2.0, [2.0**-63, 2.0]),
     ]
-    for scales, unit, expected in cases:
-        out = torch.zeros((), device=DEVICE)
-        unit_kernel[(1,)](torch.tensor(scales, device=DEVICE), out, unit)
-        assert out.item() == expected
+    for scales, unit, peak, expected in cases:
+        out = torch.zeros(2, device=DEVICE)
+        unit_kernel[(1,)](torch.tensor(scales, device=DEVICE), out, unit, peak)
+        assert out.tolist() == expected
 
 
 @triton.jit

@@ -6,7 +6,8 @@ from tkv.formats import KVFormat
 from tkv.ops.decode import paged_decode
 from tkv.ops.merge import merge_states
 from tkv.ops.write import write_kv
+from tkv.pages import CacheManager, PagePool
 
 __version__ = "0.1.0"
 
-__all__ = ["KVCache", "KVFormat", "errors", "merge_states", "paged_decode", "reference", "write_kv"]
+__all__ = ["CacheManager", "KVCache", "KVFormat", "PagePool", "errors", "merge_states", "paged_decode", "reference", "write_kv"]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from functools import cached_property
+from numbers import Real
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,8 +25,8 @@ class KVCache:
     heads before tokens), interleaved in one buffer, or a layer's slice of a larger one.
 
     Args:
-        k: ``[num_pages, page_size, num_kv_heads, head_dim]``, last dimension contiguous, other strides free (even for 1-byte
-            numbers, which the kernels read as 16-bit words). fp8 may come as its bytes in ``torch.uint8`` with ``format=``.
+        k: ``[num_pages, page_size, num_kv_heads, head_dim]``, last dimension contiguous, other strides free; those of 1-byte numbers and
+            the offset must be even, because the kernels read 16-bit words. fp8 may come as its bytes in ``torch.uint8`` with ``format=``.
         v: as ``k``, with strides of its own.
         k_scale: the scales of K where the format has them (see :class:`KVFormat`): a number or ``[]`` float32 for ``tensor``
             (None means 1.0), ``[num_pages, page_size, num_kv_heads]`` float32 of any strides for ``token_head``.
@@ -191,10 +191,8 @@ class KVCache:
             if scale is not None:
                 raise UnsupportedError(f"{name}: {kind} has no scales; leave it out, got {_describe(scale)}")
             return None
-        if not kind.is_dynamic and (scale is None or isinstance(scale, int | float)):
-            value = 1.0 if scale is None else float(scale)
-            if not (math.isfinite(value) and value > 0):
-                raise RangeError(f"{name}: expected a positive number, got {scale}")
+        if not kind.is_dynamic and not isinstance(scale, torch.Tensor):
+            value = 1.0 if scale is None else _check_scale(name, scale)
             return torch.full((), value, dtype=torch.float32, device=self.device)
         if not isinstance(scale, torch.Tensor):
             raise DTypeError(f"{name}: {kind} needs a float32 tensor of shape {list(shape)}, got {_describe(scale)}")
@@ -215,6 +213,15 @@ class KVCache:
             f"KVCache({kind}, {self.num_pages:,} pages of {self.page_size} tokens, {self.num_kv_heads} KV heads of {dim}, "
             f"{self.nbytes:,} bytes)"
         )
+
+
+def _check_scale(name: str, scale: object) -> float:
+    """A static scale as a float that float32 arithmetic can take."""
+    if isinstance(scale, bool) or not isinstance(scale, Real):
+        raise DTypeError(f"{name}: expected a number or a float32 tensor, got {scale!r}")
+    if not 1e-30 <= float(scale) <= 1e30:
+        raise RangeError(f"{name}: expected a positive number from 1e-30 to 1e30, got {scale}")
+    return float(scale)
 
 
 def _tensor(scale: torch.Tensor | float | None) -> torch.Tensor | None:

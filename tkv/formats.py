@@ -67,6 +67,8 @@ class KVFormat:
     group_size: int | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.dtype, str) or not isinstance(self.scale, str | None):
+            raise DTypeError(f"format: expected names of a dtype and of a scale, got {self.dtype!r} and {self.scale!r}")
         if self.dtype not in STORED_DTYPES or self.group_size is not None or self.scale not in SCALES.get(self.dtype, (None,)):
             raise UnsupportedError(f"format: {str(self)!r} is not in this version of tkv; it has {', '.join(supported_formats())}")
 
@@ -179,6 +181,13 @@ def infer(tensor: torch.Tensor, scale: torch.Tensor | None, name: str) -> KVForm
                 return KVFormat(dtype)
             if scale is not None and scale.dim() == 3:
                 return KVFormat(dtype, "token_head")
+            if "tensor" not in SCALES[dtype]:
+                raise UnsupportedError(
+                    f"{name}_scale: {tensor.dtype} needs scales [num_pages, page_size, num_kv_heads] in this version, "
+                    f"got {'none' if scale is None else list(scale.shape)}"
+                )
             return KVFormat(dtype, "tensor")
+    if tensor.dtype == torch.float8_e5m2:
+        raise UnsupportedError(f"{name}: {tensor.dtype} is not in this version of tkv; it has {', '.join(supported_formats())}")
     known = ", ".join(str(dtype) for dtype in STORED_DTYPES.values())
     raise DTypeError(f"{name}: {tensor.dtype} does not say how its numbers are stored; pass format=, or a tensor of {known}")

@@ -39,15 +39,6 @@ class RowStrides(NamedTuple):
     head: int
 
 
-class SplitStrides(NamedTuple):
-    """Strides of ``[seq, row, head, split, ...]``: partial outputs and their LSE."""
-
-    seq: int
-    row: int
-    head: int
-    split: int
-
-
 class Storage(NamedTuple):
     """How one of K and V is stored.
 
@@ -67,23 +58,14 @@ class Storage(NamedTuple):
 class Target(NamedTuple):
     """What the kernel runs on.
 
-    INTERPRET: Triton's interpreter, whose arithmetic is wrong on bf16; PORTABLE: no inline PTX; E4M3: PTX converts e4m3.
+    INTERPRET: Triton's interpreter, whose arithmetic is wrong on bf16; PORTABLE: no inline PTX; E4M3: PTX converts e4m3;
+    FLUSHES: the matrix unit takes subnormal fp16 numbers for 0.
     """
 
     INTERPRET: bool
     PORTABLE: bool
     E4M3: bool
-
-
-class Split(NamedTuple):
-    """How sequences are divided among programs: at most ``SPLITS`` parts of at least ``TILES`` tiles of ``BLOCK_N`` keys.
-
-    A part grows where that is needed to cover the sequence, so that no hint about lengths can make a result wrong.
-    """
-
-    SPLITS: int
-    TILES: int
-    BLOCK_N: int
+    FLUSHES: bool
 
 
 class Attend(NamedTuple):

@@ -30,9 +30,12 @@ def load_lengths(seq, seq_lens_ptr, kv_start_ptr, q_start_ptr, q_len, table_widt
 
 
 @triton.jit
-def split_of(tiles, SPLIT: tl.constexpr):
-    """(tiles of a split, number of splits) of a sequence with that many tiles to visit; its own length decides."""
-    per_split = tl.maximum(tl.cdiv(tiles, SPLIT.SPLITS), SPLIT.TILES)
+def split_of(tiles, max_splits, min_tiles):
+    """(tiles of a split, number of splits) of a sequence with that many tiles to visit.
+
+    Its own length decides; a split is longer than `min_tiles` where fewer than `max_splits` could not cover the sequence.
+    """
+    per_split = tl.maximum(tl.cdiv(tiles, max_splits), min_tiles)
     return per_split, tl.cdiv(tiles, per_split)
 
 
@@ -51,7 +54,7 @@ def load_query(
     if K.PLANES == 1:
         dims = codec.plane_dims(0, K)
         q = tl.load(q_ptr[:, None] + dims[None, :], mask=in_rows[:, None] & (dims < K.DIM)[None, :], other=0.0)
-        return (q.to(DTYPE),), tl.maximum(factor, 1e-30)
+        return (q.to(DTYPE),), tl.maximum(factor, 1.2e-38)
     else:
         low = codec.plane_dims(0, K)
         high = codec.plane_dims(1, K)
@@ -64,20 +67,24 @@ def load_query(
             q_low = q_low * up[:, None] * 16384.0
             q_high = q_high * up[:, None] * 16384.0
             factor = factor * (exponent << 23).to(tl.float32, bitcast=True) * (1.0 / 16384.0)
-        return (q_low.to(DTYPE), q_high.to(DTYPE)), tl.maximum(factor, 1e-30)
+        return (q_low.to(DTYPE), q_high.to(DTYPE)), tl.maximum(factor, 1.2e-38)
 
 
-@triton.jit
+# Sizes that change from step to step: a new one must not compile a new kernel.
+_CHANGING = ["table_stride", "table_width", "num_pages", "split_stride", "lse_split_stride", "max_splits", "min_tiles"]
+
+
+@triton.jit(do_not_specialize=_CHANGING)
 def decode_kernel(
     q_ptr, cache, page_table_ptr, seq_lens_ptr, kv_start_ptr, q_start_ptr, alibi_slopes_ptr, sink_logits_ptr, out_ptr, lse_ptr,
-    q_strides, table_stride, out_strides, lse_strides,
-    num_pages, table_width, num_kv_heads, group, q_len, row_tiles,
+    q_strides, table_stride, out_strides, split_stride, lse_strides, lse_split_stride,
+    num_pages, table_width, num_kv_heads, group, q_len, row_tiles, max_splits, min_tiles,
     scale, limits,
-    BLOCK_M: tl.constexpr, SPLIT: tl.constexpr, ATTEND: tl.constexpr, K: tl.constexpr, V: tl.constexpr, TARGET: tl.constexpr,
+    BLOCK_M: tl.constexpr, IS_SPLIT: tl.constexpr, ATTEND: tl.constexpr, K: tl.constexpr, V: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_M rows (query rows x heads of a group) of one sequence and KV head, over one split of its keys.
 
-    With one split the results are final; else they are partial, [.., split] in out and lse, and `reduce_kernel` follows.
+    Without splits the results are final; else they are partial, one out and lse for each split, and `reduce_kernel` follows.
     """
     row_tile = tl.program_id(0) % row_tiles
     head = (tl.program_id(0) // row_tiles % num_kv_heads).to(tl.int64)
@@ -91,8 +98,8 @@ def decode_kernel(
     span = span_of(
         num_keys, kv_start, q_start, last, limits.window, limits.sinks, ATTEND.BLOCK_N, ATTEND.HAS_WINDOW
     )
-    per_split, num_splits = split_of(span[5], SPLIT)
-    if SPLIT.SPLITS > 1:
+    per_split, num_splits = split_of(span[5], max_splits, min_tiles)
+    if IS_SPLIT:
         if split >= num_splits:
             return
 
@@ -127,36 +134,38 @@ def decode_kernel(
         True, ATTEND, K, V, TARGET,
     )  # fmt: skip
 
-    best, total, acc, unit = state
+    best, total, acc, unit, _ = state
     if ATTEND.HAS_SOFTCAP or ATTEND.HAS_ALIBI:
         rows_scale = tl.full([BLOCK_M], 1.0, tl.float32)
     lse = lse_of(best, total, rows_scale, ATTEND.LIFT)
-    factor = unit * codec.unit(V, TARGET) / tl.where(total > 0, total, 1.0)
+    factor = unit * codec.unit(V, TARGET) / tl.where(total != 0, total, 1.0)
     if V.SCALE == "tensor":
         factor = factor * tl.load(cache.v.scale_ptr)
-    if SPLIT.SPLITS == 1:
+    if not IS_SPLIT:
         if sink_logits_ptr is not None:
             lse, shrink = add_sink(lse, tl.load(sink_logits_ptr + q_heads, mask=in_rows, other=0.0).to(tl.float32))
             factor = factor * shrink
     q_rows = q_rows.to(tl.int64)
-    out_rows = out_ptr + seq * out_strides.seq + split * out_strides.split + (q_rows * out_strides.row + q_heads * out_strides.head)
+    # head_dim is a multiple of 8, and so is what lies between splits.
+    out_split = out_ptr + tl.multiple_of(split * split_stride, 8)
+    out_rows = out_split + seq * out_strides.seq + (q_rows * out_strides.row + q_heads * out_strides.head)
     V_PLANES: tl.constexpr = V.PLANES
     for plane in tl.static_range(V_PLANES):
         dims = codec.plane_dims(plane, V)
         out = round_to(acc[plane] * factor[:, None], out_ptr.dtype.element_ty, TARGET)
         tl.store(out_rows[:, None] + dims[None, :], out, mask=in_rows[:, None] & (dims < V.DIM)[None, :])
     if lse_ptr is not None:
-        lse_rows = lse_ptr + seq * lse_strides.seq + split * lse_strides.split + (q_rows * lse_strides.row + q_heads * lse_strides.head)
+        lse_rows = lse_ptr + split * lse_split_stride + seq * lse_strides.seq + (q_rows * lse_strides.row + q_heads * lse_strides.head)
         tl.store(lse_rows, lse, mask=in_rows)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_width", "split_stride", "lse_split_stride", "max_splits", "min_tiles"])
 def reduce_kernel(
     part_ptr, part_lse_ptr, seq_lens_ptr, kv_start_ptr, q_start_ptr, sink_logits_ptr, out_ptr, lse_ptr,
-    part_strides, part_lse_strides, out_strides, lse_strides,
-    table_width, num_q_heads, q_len, limits,
+    part_strides, split_stride, part_lse_strides, lse_split_stride, out_strides, lse_strides,
+    table_width, num_q_heads, q_len, max_splits, min_tiles, limits,
     DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_PARTS: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, HAS_WINDOW: tl.constexpr, SPLIT: tl.constexpr, TARGET: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     """One program: the partial results of one query row and head merged. It reads the splits that `decode_kernel` wrote."""
     head = (tl.program_id(0) % num_q_heads).to(tl.int64)
@@ -164,9 +173,9 @@ def reduce_kernel(
     seq = (tl.program_id(0) // num_q_heads // q_len).to(tl.int64)
     num_keys, kv_start, q_start = load_lengths(seq, seq_lens_ptr, kv_start_ptr, q_start_ptr, q_len, table_width, PAGE_SIZE)
     span = span_of(
-        num_keys, kv_start, q_start, q_start + q_len - 1, limits.window, limits.sinks, SPLIT.BLOCK_N, HAS_WINDOW
+        num_keys, kv_start, q_start, q_start + q_len - 1, limits.window, limits.sinks, BLOCK_N, HAS_WINDOW
     )
-    num_splits = split_of(span[5], SPLIT)[1]
+    num_splits = split_of(span[5], max_splits, min_tiles)[1]
 
     dims = tl.arange(0, BLOCK_D)
     in_dims = dims < DIM
@@ -177,11 +186,12 @@ def reduce_kernel(
     acc = tl.zeros([BLOCK_D], tl.float32)
     for first in range(0, num_splits, BLOCK_PARTS):
         parts = (first + tl.arange(0, BLOCK_PARTS)).to(tl.int64)
-        lse = tl.load(part_lse_row + parts * part_lse_strides.split, mask=parts < num_splits, other=-float("inf"))
-        best, total, acc = merge_step(part_row + (parts[:, None] * part_strides.split + dims[None, :]), in_dims, lse, best, total, acc)
+        lse = tl.load(part_lse_row + parts * lse_split_stride, mask=parts < num_splits, other=-float("inf"))
+        outs = part_row + (tl.multiple_of(parts * split_stride, 8)[:, None] + dims[None, :])
+        best, total, acc = merge_step(outs, in_dims, lse, best, total, acc)
 
-    safe_total = tl.where(total > 0, total, 1.0)
-    lse = tl.where(total > 0, best + tl.log(safe_total), -float("inf"))
+    safe_total = tl.where(total != 0, total, 1.0)
+    lse = tl.where(total != 0, best + tl.log(safe_total), -float("inf"))
     out = acc / safe_total
     if sink_logits_ptr is not None:
         lse, shrink = add_sink(lse, tl.load(sink_logits_ptr + head).to(tl.float32))

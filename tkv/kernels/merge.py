@@ -7,7 +7,7 @@ from tkv.kernels.tiles.dots import round_to
 from tkv.kernels.tiles.softmax import merge_step
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_parts"])
 def merge_kernel(
     outs_ptr, lses_ptr, out_ptr, lse_ptr,
     outs_strides, lses_strides,
@@ -28,6 +28,6 @@ def merge_kernel(
         lse = tl.load(lses_row + parts * lses_strides.part, mask=parts < num_parts, other=-float("inf"))
         best, total, acc = merge_step(outs_row + (parts[:, None] * outs_strides.part + dims[None, :]), in_dims, lse, best, total, acc)
 
-    safe_total = tl.where(total > 0, total, 1.0)
+    safe_total = tl.where(total != 0, total, 1.0)
     tl.store(out_ptr + row * DIM + dims, round_to(acc / safe_total, out_ptr.dtype.element_ty, TARGET), mask=in_dims)
-    tl.store(lse_ptr + row, tl.where(total > 0, best + tl.log(safe_total), -float("inf")))
+    tl.store(lse_ptr + row, tl.where(total != 0, best + tl.log(safe_total), -float("inf")))

@@ -41,7 +41,7 @@ def write_rows(
         tl.store(rows[:, None] + dims[None, :], codes, mask=in_row)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slot_stride", "num_rows", "num_slots"])
 def write_kernel(
     k_ptr, v_ptr, cache, slot_mapping_ptr,
     k_strides, v_strides, slot_stride,

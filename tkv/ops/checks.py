@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import os
+from numbers import Integral, Real
 
 import torch
 
@@ -34,7 +34,7 @@ def check_tensor(
     if tensor.dtype not in dtypes:
         raise DTypeError(f"{name}: expected {' or '.join(map(str, dtypes))}, got {tensor.dtype}")
     if tensor.device != device:
-        raise DeviceError(f"{name}: expected device {device}, as the cache, got {tensor.device}")
+        raise DeviceError(f"{name}: expected device {device}, as its partners, got {tensor.device}")
     if contiguous_last and shape and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
         raise ShapeError(f"{name}: the last dimension must be contiguous, got strides {tensor.stride()}; call .contiguous()")
     return tensor
@@ -49,11 +49,11 @@ def check_cache(cache: object) -> KVCache:
 
 def check_int(name: str, value: object, low: int) -> int:
     """A Python int of at least `low`; more than any position is cut to the largest, which means the same."""
-    if isinstance(value, bool) or not isinstance(value, int):
+    if isinstance(value, bool) or not isinstance(value, Integral):
         raise DTypeError(f"{name}: expected an int, got {value!r}")
     if value < low:
         raise RangeError(f"{name}: expected at least {low}, got {value}")
-    return min(value, MAX_POSITION)
+    return min(int(value), MAX_POSITION)
 
 
 def check_flag(name: str, value: object) -> bool:
@@ -64,12 +64,13 @@ def check_flag(name: str, value: object) -> bool:
 
 
 def check_number(name: str, value: object, *, zero: bool) -> float:
-    """A finite Python number above zero, or from zero on."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    """A positive number that float32 arithmetic can take, or zero where that is allowed."""
+    if isinstance(value, bool) or not isinstance(value, Real):
         raise DTypeError(f"{name}: expected a number, got {value!r}")
-    if not math.isfinite(value) or value < 0 or (value == 0 and not zero):
-        raise RangeError(f"{name}: expected a {'number from 0 on' if zero else 'positive number'}, got {value}")
-    return float(value)
+    number = float(value)
+    if not (1e-30 <= number <= 1e30 or (number == 0 and zero)):
+        raise RangeError(f"{name}: expected a positive number{' or 0' if zero else ''}, from 1e-30 to 1e30, got {value}")
+    return number
 
 
 def checks_on() -> bool:
@@ -104,9 +105,11 @@ def check_pages(
     if bool(wrong.any()):
         seq = int(wrong.nonzero()[0])
         raise RangeError(f"seq_lens: expected 0 to {capacity} (table width x page_size), got {int(seq_lens[seq])} for sequence {seq}")
+    for name, given, low in (("kv_start", kv_start, 0), ("q_start", q_start, -MAX_POSITION)):
+        if given is not None and bool((wrong := (given < low) | (given >= MAX_POSITION)).any()):
+            seq = int(wrong.nonzero()[0])
+            raise RangeError(f"{name}: expected {low} to 2^30 - 1, got {int(given[seq])} for sequence {seq}")
     starts = torch.zeros_like(seq_lens) if kv_start is None else kv_start
-    if bool((starts < 0).any()):
-        raise RangeError(f"kv_start: expected at least 0, got {int(starts.min())} for sequence {int(starts.argmin())}")
     first = seq_lens + starts - q_len if q_start is None else q_start
     positions = torch.arange(capacity, device=page_table.device)[None, :] + starts[:, None]
     seen = (positions - starts[:, None] < seq_lens[:, None]) & (positions <= (first + q_len - 1)[:, None])

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 
 from tkv.cache import KVCache
-from tkv.errors import RangeError, UnsupportedError
-from tkv.kernels.args import Attend, Limits, RowStrides, Split, SplitStrides
+from tkv.errors import RangeError, ShapeError, UnsupportedError
+from tkv.kernels.args import Attend, Limits, RowStrides
 from tkv.ops.checks import (
     FLOATS,
     INTEGERS,
+    MAX_POSITION,
     check_cache,
     check_flag,
     check_int,
@@ -21,7 +22,18 @@ from tkv.ops.checks import (
     check_tensor,
     checks_on,
 )
-from tkv.ops.launch import Launch, arch_name, check_launchable, interpreting, num_sms, padded, paged_words, storages, target_for
+from tkv.ops.launch import (
+    FLUSHES_FP16,
+    Launch,
+    arch_name,
+    check_launchable,
+    interpreting,
+    num_sms,
+    padded,
+    paged_words,
+    storages,
+    target_for,
+)
 from tkv.tune.configs import DecodeConfig, default_decode, split_plan
 
 MAX_Q_LEN = 64
@@ -53,7 +65,7 @@ def paged_decode(
     ``x = softcap(scale * q.k) - slope * (p - position of j)``, with ``softcap(x) = softcap * tanh(x / softcap)``. A key is visible if
     its position is at most p and, with a window, ``p - position < window`` or ``position < sinks``. ``out = sum e^x v / sum e^x`` over
     the visible keys, ``lse = ln sum e^x``; where nothing is visible, 0 and -inf. By ``kv_start`` and ``q_start`` a call may cover a
-    part of a sequence; `merge_states` joins the parts.
+    part of a sequence; `merge_states` joins the parts. Positions lie below 2^30. The two NaN codes of fp8 may be read as +-480.
 
     Args:
         q: ``[num_seqs, num_q_heads, head_dim]``, or ``[num_seqs, q_len, num_q_heads, head_dim]`` with q_len from 1 to 64, the newest
@@ -63,12 +75,13 @@ def paged_decode(
         page_table: ``[num_seqs, max_pages]`` int32 or int64, the physical page of each logical page. Entries that no row can see may be
             anything, and are not followed.
         seq_lens: ``[num_seqs]`` int32 or int64, keys of each sequence that the table covers, the new tokens included; 0 is allowed.
-        scale: factor of the scores, from 0 on; ``1 / sqrt(head_dim)`` if None.
-        softcap: bound of the scores, positive; None for no bound.
+        scale: factor of the scores, 0 or from 1e-30 to 1e30; ``1 / sqrt(head_dim)`` if None.
+        softcap: bound of the scores, from 1e-30 to 1e30; None for no bound.
         alibi_slopes: ``[num_q_heads]`` float32.
         window: number of visible keys including the token itself, at least 1; None for all.
         sinks: the first `sinks` positions stay visible outside of the window.
-        sink_logits: ``[num_q_heads]`` float32, float16 or bfloat16: a learned sink, ``e^sink_logit`` joins the denominator and the LSE.
+        sink_logits: ``[num_q_heads]`` float32, float16 or bfloat16, finite or -inf: a learned sink, ``e^sink_logit`` joins the
+            denominator and the LSE.
             Of several parts that are to be merged, exactly one gets it.
         kv_start: ``[num_seqs]`` int32 or int64, position of each sequence's logical key 0; 0 if None.
         q_start: ``[num_seqs]`` int32 or int64, position of query row 0; ``seq_len + kv_start - q_len`` if None.
@@ -130,10 +143,12 @@ def paged_decode(
     check_flag("return_lse", return_lse)
     if out is not None:
         check_tensor("out", out, (*q.shape[:-1], cache.v_head_dim), tuple({q.dtype, torch.float32}), device)
+        if any(stride == 0 and size > 1 for size, stride in zip(out.shape, out.stride(), strict=True)):
+            raise ShapeError(f"out: rows must not share memory, got strides {out.stride()}")
     if config is not None:
         config = DecodeConfig.of(config)
-    if page_table.shape[1] * cache.page_size > 2**31 - 1:
-        raise RangeError(f"page_table: at most 2^31 - 1 keys a sequence, got {page_table.shape[1]} pages of {cache.page_size}")
+    if page_table.shape[1] * cache.page_size > MAX_POSITION:
+        raise RangeError(f"page_table: expected at most 2^30 keys a sequence, got {page_table.shape[1]} pages of {cache.page_size}")
     check_launchable(device)
     if checks_on():
         check_pages(page_table, seq_lens, kv_start, q_start, q_len, window, sinks, cache)
@@ -180,7 +195,7 @@ def plan_decode(
         q, out, lse = q.unsqueeze(1), out.unsqueeze(1), None if lse is None else lse.unsqueeze(1)
     num_seqs, q_len, num_q_heads, _ = q.shape
     group = num_q_heads // cache.num_kv_heads
-    compute = compute_dtype(q.dtype, cache)
+    compute = compute_dtype(q.dtype, cache, arch)
     if config is None:
         config = default_decode(
             arch, max(cache.head_dim, cache.v_head_dim), 8 * cache.k.element_size(), 8 * compute.itemsize, q_len * group, cache.page_size,
@@ -196,7 +211,6 @@ def plan_decode(
         num_sms(q.device),
         part_bytes=q.shape[:-1].numel() * (cache.v_head_dim + 1) * 4,
     )
-    split = Split(SPLITS=splits, TILES=tiles, BLOCK_N=config.block_n)
     k_storage, v_storage = storages(cache)
     target = target_for(arch, interpret)
     limits = Limits(softcap=softcap or 0.0, window=window or 0, sinks=sinks)
@@ -211,19 +225,21 @@ def plan_decode(
         ONE_POSITION=q_len == 1,
     )
     if splits == 1:
-        parts, part_lse = out.unsqueeze(3), None if lse is None else lse.unsqueeze(3)
+        parts, part_lse = out.unsqueeze(0), None if lse is None else lse.unsqueeze(0)
     else:
-        parts = torch.empty(num_seqs, q_len, num_q_heads, splits, cache.v_head_dim, dtype=torch.float32, device=q.device)
-        part_lse = torch.empty(num_seqs, q_len, num_q_heads, splits, dtype=torch.float32, device=q.device)
-    part_strides = SplitStrides(*parts.stride()[:4])
-    part_lse_strides = SplitStrides(0, 0, 0, 0) if part_lse is None else SplitStrides(*part_lse.stride())
+        # Splits come first, so that the other strides do not change with their number.
+        parts = torch.empty(splits, num_seqs, q_len, num_q_heads, cache.v_head_dim, dtype=torch.float32, device=q.device)
+        part_lse = torch.empty(splits, num_seqs, q_len, num_q_heads, dtype=torch.float32, device=q.device)
+    split_stride, *part_strides = parts.stride()[:4]
+    lse_split_stride, *part_lse_strides = (0, 0, 0, 0) if part_lse is None else part_lse.stride()
+    of_parts = (RowStrides(*part_strides), split_stride, RowStrides(*part_lse_strides), lse_split_stride)
     decode = Launch(
         decode_kernel,
         (num_programs, splits),
         (q, paged_words(cache), page_table, seq_lens, kv_start, q_start, alibi_slopes, sink_logits, parts, part_lse)
-        + (RowStrides(*q.stride()[:3]), page_table.stride(0), part_strides, part_lse_strides)
-        + (cache.num_pages, page_table.shape[1], cache.num_kv_heads, group, q_len, row_tiles, scale, limits)
-        + (config.block_m, split, attend, k_storage, v_storage, target),
+        + (RowStrides(*q.stride()[:3]), page_table.stride(0), *of_parts)
+        + (cache.num_pages, page_table.shape[1], cache.num_kv_heads, group, q_len, row_tiles, splits, tiles, scale, limits)
+        + (config.block_m, splits > 1, attend, k_storage, v_storage, target),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         max_registers=config.max_registers,
@@ -235,18 +251,21 @@ def plan_decode(
         reduce_kernel,
         (num_seqs * q_len * num_q_heads,),
         (parts, part_lse, seq_lens, kv_start, q_start, sink_logits, out, lse)
-        + (part_strides, part_lse_strides, RowStrides(*out.stride()[:3]), RowStrides(*(lse.stride() if lse is not None else (0, 0, 0))))
-        + (page_table.shape[1], num_q_heads, q_len, limits)
-        + (cache.v_head_dim, block_d, max(1, min(16, 2048 // block_d)), cache.page_size, window is not None, split, target),
+        + (*of_parts, RowStrides(*out.stride()[:3]), RowStrides(*(lse.stride() if lse is not None else (0, 0, 0))))
+        + (page_table.shape[1], num_q_heads, q_len, splits, tiles, limits)
+        + (cache.v_head_dim, block_d, max(1, min(16, 2048 // block_d)), cache.page_size, config.block_n, window is not None, target),
         num_warps=1 if block_d <= 128 else 2,
         num_stages=1,
     )
     return [decode, reduce]
 
 
-def compute_dtype(q_dtype: torch.dtype, cache: KVCache) -> torch.dtype:
-    """The dtype of the dots' operands: float32 for a float32 q, q's own on a native cache, float16 on a quantised one."""
-    if q_dtype == torch.float32:
+def compute_dtype(q_dtype: torch.dtype, cache: KVCache, arch: str) -> torch.dtype:
+    """The dtype of the dots' operands: float32 for a float32 q, q's own on a native cache, float16 on a quantised one.
+
+    A native float16 cache may hold subnormal numbers: float32 where the matrix unit would flush them.
+    """
+    if q_dtype == torch.float32 or (cache.k.dtype == torch.float16 and arch in FLUSHES_FP16):
         return torch.float32
     return q_dtype if cache.is_native else torch.float16
 

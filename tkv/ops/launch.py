@@ -18,6 +18,9 @@ from tkv.kernels.args import PagedKV, Storage, Stored, Target, TokenStrides
 # The architecture whose default configs the interpreter runs, so that what is tested is what a GPU gets.
 INTERPRETED_ARCH = "sm90"
 
+# Architectures whose matrix unit takes subnormal float16 operands for 0.
+FLUSHES_FP16 = ("gfx90a",)
+
 
 @dataclass(frozen=True)
 class Launch:
@@ -90,7 +93,7 @@ def target_for(arch: str, interpret: bool) -> Target:
     from tkv.tune.arch import arch as facts_of
 
     portable = interpret or arch.startswith("gfx") or os.environ.get("TKV_PORTABLE", "") not in ("", "0")
-    return Target(INTERPRET=interpret, PORTABLE=portable, E4M3=facts_of(arch).has_e4m3)
+    return Target(INTERPRET=interpret, PORTABLE=portable, E4M3=facts_of(arch).has_e4m3, FLUSHES=arch in FLUSHES_FP16)
 
 
 def storages(cache: KVCache) -> tuple[Storage, Storage]:

@@ -47,6 +47,16 @@ class Batch:
         copy_lens: ``[num_copies]`` int32, how many leading tokens of each copied page matter; a whole page may be copied.
         filled: ``[num_filled]`` int32, pages whose last slot this step writes.
         max_q_len, max_seq_len: the largest number of new tokens, and of tokens, of a sequence: hints for launches.
+
+    Example:
+        >>> from tkv.pages import CacheManager, PagePool
+        >>> manager = CacheManager(PagePool(8), page_size=4)
+        >>> seq = manager.add([1, 2, 3])
+        >>> batch = manager.step({seq: [1, 2, 3]})
+        >>> twin = manager.fork(seq)
+        >>> batch = manager.step([seq, twin], tokens=[7, 8])
+        >>> batch.copies.tolist(), batch.slot_mapping.tolist(), batch.filled.tolist()
+        ([[0, 1]], [7, 3], [1, 0])
     """
 
     seqs: np.ndarray
@@ -98,6 +108,15 @@ class CacheStats:
         pages_cached: pages that no sequence uses, kept for prompts to come.
         pages_free: pages that hold nothing.
         waste: slots without a token in the pages that sequences use.
+
+    Example:
+        >>> from tkv.pages import CacheManager, PagePool
+        >>> manager = CacheManager(PagePool(8), page_size=4)
+        >>> batch = manager.step({manager.add([1, 2, 3]): [1, 2, 3]})
+        >>> seq = manager.add([1, 2, 3, 4])
+        >>> stats = manager.stats()
+        >>> stats.tokens_saved, stats.tokens_asked, stats.pages_shared
+        (3, 7, 1)
     """
 
     prompts: int

@@ -48,9 +48,9 @@ class Ledger(Sequences):
         length = len(pages) * size
         rest = ids[length : min(length + size, limit)]
         if self.prefix_cache and rest.size >= self.partial_tokens:
-            rows, known = self.opened(chain[-1]), index.children(chain[-1])
+            rows, known = self.opened(chain[-1]), index.nearest(chain[-1], rest)
             rows = rows[self.known[rows] > length]
-            candidates = np.concatenate([np.array(known, np.int64), self.table[rows, len(pages)]])
+            candidates = np.concatenate([np.array(known, np.int64), self._tails(rows, np.full(rows.size, length))])
             held = np.concatenate([index.claims[known], self.known[rows] - length])
             if candidates.size:
                 common = np.minimum(common_length(index.tokens[candidates], rest), held)
@@ -166,8 +166,7 @@ class Ledger(Sequences):
         whole, part = divmod(length, self.size)
         pages = self.pages(row)[whole:]
         for page in pages[(index.claims[pages] > 0) & (index.holders(pages) == 1)][::-1].tolist():
-            stays = page == pages[0] and index.claims[page] <= part
-            if not stays and not index.has_children(page):
+            if not index.has_children(page):
                 index.forget(page)
         gone = pages[min(part, 1) :]
         self.table[row, whole + min(part, 1) : whole + pages.size] = -1
@@ -247,6 +246,8 @@ class Ledger(Sequences):
         found = self.index.publish(chain, pages)
         self.reopen(row)
         other = np.flatnonzero(found != pages)
+        if not other.size:
+            return
         self.index.hold(found[other])
         self.table[row, begin + other] = found[other]
         for page in pages[other].tolist():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from bisect import bisect_left
 from collections.abc import Sequence
 
 import numpy as np
@@ -78,7 +79,8 @@ class PrefixIndex:
         self._page_of: dict[bytes, int] = {}
         self._parent: dict[int, bytes] = {}
         self._hash: dict[int, bytes] = {}
-        self._children: dict[bytes, dict[int, None]] = {}
+        # Sorted by the bytes of the claimed tokens, so that what agrees longest with a prompt is next to it.
+        self._children: dict[bytes, list[int]] = {}
         self._idle: dict[int, None] = {}
 
     @property
@@ -99,9 +101,17 @@ class PrefixIndex:
         """The whole page of that hash."""
         return self._page_of.get(name)
 
-    def children(self, parent: bytes) -> list[int]:
-        """Indexed pages that follow directly on the page of that hash."""
-        return list(self._children.get(parent, ()))
+    def nearest(self, parent: bytes, tokens: np.ndarray) -> list[int]:
+        """Of the pages that follow on the page of that hash, those of which one agrees longest with the tokens."""
+        siblings = self._children.get(parent, [])
+        at = self._place(siblings, tokens.tobytes())
+        near = siblings[max(0, at - 1) : at + 1]
+        if not near:
+            return near
+        # A page that ends where the agreement ends is better than one that goes on.
+        longest = int(np.minimum(common_length(self.tokens[near], tokens), self.claims[near]).max())
+        at = self._place(siblings, tokens[:longest].tobytes())
+        return siblings[at : at + 1] + near
 
     def has_children(self, page: int) -> bool:
         """Whether an indexed page follows on this one."""
@@ -145,16 +155,17 @@ class PrefixIndex:
             else:
                 canonical[i] = found
             chain.append(name)
-        self.pool.share(added)
+        if added:
+            self.pool.share(added)
         return canonical
 
     def keep_part(self, parent: bytes, page: int, count: int) -> None:
         """Index the first tokens of an owned page that is not whole, if the index has no page that begins with them."""
         if count <= self.claims[page]:
             return
-        siblings = np.array(self.children(parent), np.int64)
-        tokens = self.tokens[page, :count]
-        if np.any(np.minimum(common_length(self.tokens[siblings], tokens), self.claims[siblings]) == count):
+        siblings, tokens = self._children.get(parent, []), self.tokens[page, :count].tobytes()
+        at = self._place(siblings, tokens)
+        if at < len(siblings) and self._key(siblings[at]).startswith(tokens):
             return
         if self.claims[page]:
             self.forget(page)
@@ -167,10 +178,11 @@ class PrefixIndex:
         while found:
             page = found.pop()
             parent, name = self._parent.pop(page), self._hash.pop(page, None)
-            siblings = self._children.get(parent, {})
-            siblings.pop(page, None)
-            if not siblings:
-                self._children.pop(parent, None)
+            siblings = self._children.get(parent)
+            if siblings is not None:
+                del siblings[self._place(siblings, self._key(page))]
+                if not siblings:
+                    del self._children[parent]
             if name is not None:
                 del self._page_of[name]
                 found += self._children.pop(name, ())
@@ -197,5 +209,12 @@ class PrefixIndex:
 
     def _put(self, parent: bytes, page: int, claim: int) -> None:
         self._parent[page] = parent
-        self._children.setdefault(parent, {})[page] = None
         self.claims[page] = claim
+        siblings = self._children.setdefault(parent, [])
+        siblings.insert(self._place(siblings, self._key(page)), page)
+
+    def _key(self, page: int) -> bytes:
+        return self.tokens[page, : self.claims[page]].tobytes()
+
+    def _place(self, siblings: list[int], tokens: bytes) -> int:
+        return bisect_left(siblings, tokens, key=self._key)

@@ -67,7 +67,7 @@ class Sequences:
         self.table, self.lens, self.known = table, lens, known
         self.chains += [None] * more
         self._open_at += [None] * more
-        self._spare[:0] = range(old_rows + more - 1, old_rows - 1, -1)
+        self._spare += range(old_rows + more - 1, old_rows - 1, -1)
 
     def add(self, pages: np.ndarray, length: int, known: int, chain: list[bytes] | None) -> int:
         """A new sequence: its number, which never comes again. There must be room."""

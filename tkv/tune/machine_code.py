@@ -16,7 +16,6 @@ from pathlib import Path
 MATRIX = re.compile(r"^(HMMA|IMMA|QMMA|HGMMA|IGMMA|QGMMA|UTC\w*MMA|v_mfma|v_wmma|v_smfmac)")
 
 _SASS_LINE = re.compile(r"^\s*/\*([0-9a-f]+)\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9]*)((?:\.[A-Z0-9_]+)*)\s*(.*?);")
-_SASS_TARGET = re.compile(r"\(?\.L_x_\d+\)?|0x([0-9a-f]+)")
 _GCN_LABEL = re.compile(r"^(\.LBB\d+_\d+):")
 _GCN_LINE = re.compile(r"^\s+([a-z][a-z0-9_]+)\b\s*(.*)$")
 

@@ -31,13 +31,15 @@ def power_of_two_from(x):
 
 
 @triton.jit
-def unit_for(scales, unit):
-    """The unit for a tile of V with these scales, [], a power of two.
+def unit_for(scales, unit, peak):
+    """(unit for a tile of V with these scales, largest unit so far), [] each, powers of two.
 
-    About the tile's largest scale; never so far below the last unit that what is summed already could overflow in the new one.
+    About the tile's largest scale; at least 2^-64 of the largest so far, so that what is summed cannot overflow in the new unit.
     """
-    new_unit = tl.maximum(power_of_two_from(tl.max(scales, axis=0)), unit * 5.421010862427522e-20)  # 2^-64
-    return tl.where(tl.max(scales, axis=0) > 0, new_unit, unit)
+    largest = tl.max(scales, axis=0)
+    new_unit = tl.maximum(power_of_two_from(largest), peak * 5.421010862427522e-20)
+    new_unit = tl.where(largest > 0, new_unit, unit)
+    return new_unit, tl.maximum(new_unit, peak)
 
 
 @triton.jit
@@ -73,16 +75,16 @@ def accumulate(acc, decay, p, v, STORAGE: tl.constexpr, TARGET: tl.constexpr):
 
 @triton.jit
 def start(BLOCK_M: tl.constexpr, V: tl.constexpr):
-    """The state before the first tile: (best, total, accumulator planes, unit of the accumulator)."""
+    """The state before the first tile: (best, total, accumulator planes, unit of the accumulator, its largest so far)."""
     best = tl.full([BLOCK_M], -float("inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     # Nothing is summed yet, so any unit may follow; only a V whose scales change it starts below all of them.
     unit = tl.full([], 1.1754943508222875e-38 if V.SCALE == "token_head" else 1.0, tl.float32)
     if V.PLANES == 1:
-        return best, total, (tl.full([BLOCK_M, V.WIDTH], 0.0, tl.float32),), unit
+        return best, total, (tl.full([BLOCK_M, V.WIDTH], 0.0, tl.float32),), unit, unit
     else:
         zeros = tl.full([BLOCK_M, V.WIDTH], 0.0, tl.float32)
-        return best, total, (zeros, zeros), unit
+        return best, total, (zeros, zeros), unit, unit
 
 
 @triton.jit
@@ -96,7 +98,7 @@ def attend_tiles(
     MASKED: some row does not see some key of some visit.
     """
     K_PLANES: tl.constexpr = K.PLANES
-    best, total, acc, unit = state
+    best, total, acc, unit, peak = state
     for visit in range(first, last):
         first_key = tile_of(visit, span) * ATTEND.BLOCK_N
         keys = first_key + tl.arange(0, ATTEND.BLOCK_N)
@@ -134,9 +136,9 @@ def attend_tiles(
         if V.SCALE == "token_head":
             # Scales ride on p, in units of about the tile's largest, so that p stays within fp16; a power of two loses no bit.
             scales = load_scales(cache.v, pages, rows, head, seen)
-            new_unit = unit_for(scales, unit)
+            new_unit, peak = unit_for(scales, unit, peak)
             p = p * (scales * (1.0 / new_unit))[None, :]
             decay = decay * (unit * (1.0 / new_unit))
             unit = new_unit
         acc = accumulate(acc, decay, round_to(p, ATTEND.DTYPE, TARGET), v, V, TARGET)
-    return best, total, acc, unit
+    return best, total, acc, unit, peak

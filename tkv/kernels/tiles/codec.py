@@ -67,10 +67,14 @@ def e4m3_bits(u):
 
 
 @triton.jit
-def unpack_portable(words, STORAGE: tl.constexpr):
+def unpack_portable(words, STORAGE: tl.constexpr, TARGET: tl.constexpr):
     """The two planes of 8-bit words in fp16, by integer arithmetic that every backend has."""
     if STORAGE.CODE == "fp8_e4m3":
-        return (e4m3_bits(words), e4m3_bits(words >> 8))
+        if TARGET.FLUSHES:
+            # The numbers themselves are all normal in fp16.
+            return (e4m3_bits(words) * 256.0, e4m3_bits(words >> 8) * 256.0)
+        else:
+            return (e4m3_bits(words), e4m3_bits(words >> 8))
     else:
         return (((words << 8) >> 8).to(tl.float16), (words >> 8).to(tl.float16))
 
@@ -140,7 +144,7 @@ def unpack(words, DTYPE: tl.constexpr, STORAGE: tl.constexpr, TARGET: tl.constex
         return (words.to(DTYPE),)
     else:
         if TARGET.PORTABLE:
-            low, high = unpack_portable(words, STORAGE)
+            low, high = unpack_portable(words, STORAGE, TARGET)
         else:
             low, high = unpack_packed(words, STORAGE, TARGET)
         return (low.to(DTYPE), high.to(DTYPE))
@@ -150,6 +154,6 @@ def unpack(words, DTYPE: tl.constexpr, STORAGE: tl.constexpr, TARGET: tl.constex
 def unit(STORAGE: tl.constexpr, TARGET: tl.constexpr):
     """What `unpack` leaves to be multiplied by: e4m3 decoded by its bits is 2^-8 of the number."""
     if STORAGE.CODE == "fp8_e4m3":
-        return 256.0 if TARGET.PORTABLE or not TARGET.E4M3 else 1.0
+        return 1.0 if TARGET.FLUSHES or (TARGET.E4M3 and not TARGET.PORTABLE) else 256.0
     else:
         return 1.0

@@ -37,7 +37,8 @@ def softmax_step(x, best, total, scale, LIFT: tl.constexpr, IS_PRODUCT: tl.const
 @triton.jit
 def lse_of(best, total, scale, LIFT: tl.constexpr):
     """Natural-log LSE of rows, -inf where nothing was seen."""
-    seen = total > 0
+    # NaN is not 0: what is not finite shows.
+    seen = total != 0
     return tl.where(seen, (best * scale + tl.log2(tl.where(seen, total, 1.0)) - LIFT) * LN_2, -float("inf"))
 
 
