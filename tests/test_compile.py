@@ -29,6 +29,7 @@ def default_cases() -> list[Case]:
     """write, decode, reduce and merge, each format, at their default configs."""
     cases = [Case("decode", dtype, kind, head_dim) for head_dim in (64, 128, 256) for dtype, kind in PAIRS]
     cases += [Case("write", SOURCES.get(kind, "bf16"), kind) for kind in supported_formats()]
+    cases += [Case("copy", format=kind) for kind in ("bf16", "int8/token_head")]
     return cases + [Case("reduce"), Case("reduce", head_dim=256), Case("merge"), Case("merge", "fp32", head_dim=256)]
 
 

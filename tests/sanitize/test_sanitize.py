@@ -52,6 +52,14 @@ def test_writing_stays_in_its_slots(kind):
         assert a is None or torch.equal(bits(a), bits(b))
 
 
+def test_copying_pages():
+    src, dst = (empty_cache("int8/token_head", layout, 2, 3, 3, 24, device=DEVICE) for layout in ("nhd", "hnd"))
+    src.k.fill_(5)
+    src.k_scale.fill_(2.0)
+    tkv.copy_pages(src, dst, torch.tensor([1, 0, 2], device=DEVICE), torch.tensor([0, -1, 1], device=DEVICE))
+    assert bool((dst.k[0] == 5).all() and (dst.k_scale[0] == 2).all() and (dst.k[1] != 5).all())
+
+
 def test_merging_parts():
     outs, lses = torch.randn(3, 2, 24, device=DEVICE), torch.randn(3, 2, device=DEVICE)
     lses[1, 0] = -torch.inf

@@ -40,10 +40,10 @@ def check_tensor(
     return tensor
 
 
-def check_cache(cache: object) -> KVCache:
+def check_cache(cache: object, name: str = "cache") -> KVCache:
     """A KVCache."""
     if not isinstance(cache, KVCache):
-        raise DTypeError(f"cache: expected a tkv.KVCache, got {type(cache).__name__}")
+        raise DTypeError(f"{name}: expected a tkv.KVCache, got {type(cache).__name__}")
     return cache
 
 

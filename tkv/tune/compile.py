@@ -18,6 +18,7 @@ import torch
 
 from tkv.cache import KVCache
 from tkv.errors import UnsupportedError
+from tkv.ops.copy import plan_copy
 from tkv.ops.decode import plan_decode
 from tkv.ops.launch import Launch
 from tkv.ops.merge import plan_merge
@@ -35,7 +36,7 @@ class Case:
     """A kernel and what it is compiled for.
 
     Args:
-        op: ``"write"``, ``"decode"``, ``"reduce"`` or ``"merge"``.
+        op: ``"write"``, ``"decode"``, ``"reduce"``, ``"merge"`` or ``"copy"``.
         dtype: of q, k, v or the states: ``"fp32"``, ``"fp16"`` or ``"bf16"``.
         format: of the cache.
         head_dim, group, q_len, page_size: the shape.
@@ -118,9 +119,11 @@ def launch_of(case: Case, arch: str, **overrides: Any) -> Launch:
     if case.op == "merge":
         outs, lses = empty(4, num_q_heads, case.head_dim), empty(4, num_q_heads, dtype=torch.float32)
         return plan_merge(outs, lses, outs[0], lses[0], arch)
-    if case.op not in ("write", "decode", "reduce"):
-        raise UnsupportedError(f"op: expected write, decode, reduce or merge, got {case.op!r}")
+    if case.op not in ("write", "decode", "reduce", "copy"):
+        raise UnsupportedError(f"op: expected write, decode, reduce, merge or copy, got {case.op!r}")
     cache = KVCache.empty(4096, case.page_size, NUM_KV_HEADS, case.head_dim, format=case.format, device="meta")
+    if case.op == "copy":
+        return plan_copy(cache, cache, lengths, lengths)
     if case.op == "write":
         new = empty(NUM_SEQS, NUM_KV_HEADS, case.head_dim)
         return plan_write(new, new, cache, torch.empty(NUM_SEQS, dtype=torch.int64, device="meta"), arch)

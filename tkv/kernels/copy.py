@@ -1,0 +1,42 @@
+"""Copy whole pages, numbers and scales as they are stored."""
+
+import triton
+import triton.language as tl
+
+from tkv.kernels.tiles.paging import offsets_of
+
+
+@triton.jit
+def copy_rows(src, dst, src_page, dst_page, tokens, heads, mask, DIM: tl.constexpr, BLOCK_D: tl.constexpr, HAS_SCALES: tl.constexpr):
+    """Rows, each a head of a token of a page, [BLOCK_R]."""
+    dims = tl.arange(0, BLOCK_D)
+    in_row = mask[:, None] & (dims < DIM)[None, :]
+    src_rows = src.ptr + (offsets_of(src_page, tokens, src.strides) + heads * src.strides.head)
+    dst_rows = dst.ptr + (offsets_of(dst_page, tokens, dst.strides) + heads * dst.strides.head)
+    tl.store(dst_rows[:, None] + dims[None, :], tl.load(src_rows[:, None] + dims[None, :], mask=in_row), mask=in_row)
+    if HAS_SCALES:
+        src_scales = src.scale_ptr + (offsets_of(src_page, tokens, src.scale_strides) + heads * src.scale_strides.head)
+        dst_scales = dst.scale_ptr + (offsets_of(dst_page, tokens, dst.scale_strides) + heads * dst.scale_strides.head)
+        tl.store(dst_scales, tl.load(src_scales, mask=mask), mask=mask)
+
+
+@triton.jit(do_not_specialize=["src_num_pages", "dst_num_pages"])
+def copy_kernel(
+    src, dst, src_pages_ptr, dst_pages_ptr,
+    src_pages_stride, dst_pages_stride,
+    src_num_pages, dst_num_pages, num_kv_heads,
+    PAGE_SIZE: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
+    K_SCALES: tl.constexpr, V_SCALES: tl.constexpr,
+):  # fmt: skip
+    """One program: BLOCK_R rows of K and V of one pair of pages. A pair with a page outside of its cache is skipped."""
+    pair = tl.program_id(0).to(tl.int64)
+    src_page = tl.load(src_pages_ptr + pair * src_pages_stride).to(tl.int64)
+    dst_page = tl.load(dst_pages_ptr + pair * dst_pages_stride).to(tl.int64)
+    if src_page < 0 or src_page >= src_num_pages or dst_page < 0 or dst_page >= dst_num_pages:
+        return
+    rows = tl.program_id(1).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    tokens = rows // num_kv_heads
+    heads = rows % num_kv_heads
+    mask = tokens < PAGE_SIZE
+    copy_rows(src.k, dst.k, src_page, dst_page, tokens, heads, mask, K_DIM, BLOCK_D, K_SCALES)
+    copy_rows(src.v, dst.v, src_page, dst_page, tokens, heads, mask, V_DIM, BLOCK_D, V_SCALES)
