@@ -34,7 +34,7 @@ from tkv.ops.launch import (
     storages,
     target_for,
 )
-from tkv.tune.configs import DecodeConfig, default_decode, split_plan
+from tkv.tune.configs import DecodeConfig, default_decode, deterministic_plan, split_plan
 
 MAX_Q_LEN = 64
 MAX_GROUP = 128
@@ -57,6 +57,7 @@ def paged_decode(
     max_seq_len: int | None = None,
     return_lse: bool = False,
     out: torch.Tensor | None = None,
+    deterministic: bool = False,
     config: DecodeConfig | dict[str, Any] | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention of up to 64 new query rows of each sequence over its keys in a paged cache.
@@ -89,6 +90,8 @@ def paged_decode(
             correctness.
         return_lse: also return the LSE.
         out: where to write: q's shape with V's head_dim, in q's dtype or float32, last dimension contiguous.
+        deterministic: each sequence's result is the same, bit for bit, alone and in any batch, with any hint and table width. Splits are
+            then of one length, and a batch whose partial results would need too much memory runs in several launches.
         config: launch parameters, a :class:`tkv.tune.configs.DecodeConfig` or a dict of its fields; chosen for the device if None.
 
     Returns:
@@ -141,6 +144,7 @@ def paged_decode(
     if max_seq_len is not None:
         check_int("max_seq_len", max_seq_len, 0)
     check_flag("return_lse", return_lse)
+    check_flag("deterministic", deterministic)
     if out is not None:
         check_tensor("out", out, (*q.shape[:-1], cache.v_head_dim), tuple({q.dtype, torch.float32}), device)
         if any(stride == 0 and size > 1 for size, stride in zip(out.shape, out.stride(), strict=True)):
@@ -160,7 +164,7 @@ def paged_decode(
         launches = plan_decode(
             q, cache, page_table, seq_lens, out, lse, arch_name(device), interpreting(), scale=scale, softcap=softcap,
             alibi_slopes=alibi_slopes, window=window, sinks=sinks, sink_logits=sink_logits, kv_start=kv_start, q_start=q_start,
-            max_seq_len=max_seq_len, config=config,
+            max_seq_len=max_seq_len, deterministic=deterministic, config=config,
         )  # fmt: skip
         for launch in launches:
             launch.run(device)
@@ -186,9 +190,10 @@ def plan_decode(
     kv_start: torch.Tensor | None = None,
     q_start: torch.Tensor | None = None,
     max_seq_len: int | None = None,
+    deterministic: bool = False,
     config: DecodeConfig | None = None,
 ) -> list[Launch]:
-    """The launches behind `paged_decode`: one, or a split one and its reduction. Arguments as there, checked."""
+    """The launches behind `paged_decode`: one, or a split one and its reduction, several times if need be. Arguments as there, checked."""
     from tkv.kernels.decode import decode_kernel, reduce_kernel
 
     if q.dim() == 3:
@@ -204,13 +209,25 @@ def plan_decode(
 
     row_tiles = -(-q_len * group // config.block_m)
     num_programs = num_seqs * cache.num_kv_heads * row_tiles
-    splits, tiles = split_plan(
-        config,
-        num_programs,
-        max_visible(page_table.shape[1] * cache.page_size, max_seq_len, q_len, window, sinks),
-        num_sms(q.device),
-        part_bytes=q.shape[:-1].numel() * (cache.v_head_dim + 1) * 4,
-    )
+    capacity, seq_bytes = page_table.shape[1] * cache.page_size, q_len * num_q_heads * (cache.v_head_dim + 1) * 4
+    if deterministic:
+        splits, tiles, at_once = deterministic_plan(config, max_visible(capacity, None, q_len, window, sinks), seq_bytes)
+        if num_seqs > at_once:
+            launches = []
+            for first in range(0, num_seqs, at_once):
+                part = slice(first, first + at_once)
+                launches += plan_decode(
+                    q[part], cache, page_table[part], seq_lens[part], out[part], None if lse is None else lse[part], arch, interpret,
+                    scale=scale, softcap=softcap, alibi_slopes=alibi_slopes, window=window, sinks=sinks, sink_logits=sink_logits,
+                    kv_start=None if kv_start is None else kv_start[part], q_start=None if q_start is None else q_start[part],
+                    deterministic=True, config=config,
+                )  # fmt: skip
+            return launches
+    else:
+        keys = max_visible(capacity, max_seq_len, q_len, window, sinks)
+        splits, tiles = split_plan(config, num_programs, keys, num_sms(q.device), num_seqs * seq_bytes)
+    # One rounding more or less would show, so a deterministic result always goes through the reduction.
+    is_split = splits > 1 or deterministic
     k_storage, v_storage = storages(cache)
     target = target_for(arch, interpret)
     limits = Limits(softcap=softcap or 0.0, window=window or 0, sinks=sinks)
@@ -224,7 +241,7 @@ def plan_decode(
         HAS_ALIBI=alibi_slopes is not None,
         ONE_POSITION=q_len == 1,
     )
-    if splits == 1:
+    if not is_split:
         parts, part_lse = out.unsqueeze(0), None if lse is None else lse.unsqueeze(0)
     else:
         # Splits come first, so that the other strides do not change with their number.
@@ -239,12 +256,12 @@ def plan_decode(
         (q, paged_words(cache), page_table, seq_lens, kv_start, q_start, alibi_slopes, sink_logits, parts, part_lse)
         + (RowStrides(*q.stride()[:3]), page_table.stride(0), *of_parts)
         + (cache.num_pages, page_table.shape[1], cache.num_kv_heads, group, q_len, row_tiles, splits, tiles, scale, limits)
-        + (config.block_m, splits > 1, attend, k_storage, v_storage, target),
+        + (config.block_m, is_split, attend, k_storage, v_storage, target),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         max_registers=config.max_registers,
     )
-    if splits == 1:
+    if not is_split:
         return [decode]
     block_d = padded(cache.v_head_dim)
     reduce = Launch(

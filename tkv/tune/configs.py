@@ -12,6 +12,8 @@ from tkv.errors import DTypeError, RangeError, UnsupportedError
 MAX_SPLIT_LEN = 4096
 # Partial results of one call take at most this much memory; splits grow where they would take more.
 MAX_SCRATCH_BYTES = 256 << 20
+# Keys of a split where results must not depend on the rest of the batch.
+DETERMINISTIC_SPLIT_LEN = 1024
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,26 @@ def default_decode(arch: str, head_dim: int, bits: int, compute_bits: int, rows:
         # 128 keys of 128 native dims leave no registers for an option's arithmetic; a tile that lies in one page needs fewer instructions.
         block_n = 128 if head_dim == 64 or (head_dim == 128 and plain and page_size % 64) else 64
     return DecodeConfig(block_m, block_n, num_warps=4, num_stages=2, max_registers=255)
+
+
+def deterministic_plan(config: DecodeConfig, max_keys: int, seq_bytes: int) -> tuple[int, int, int]:
+    """Splits of one length, whatever the batch: enough for every sequence that the table can hold.
+
+    Args:
+        config: the launch's config.
+        max_keys: visible keys of the longest sequence that the table can hold, hints aside.
+        seq_bytes: of the partial results of one split of one sequence.
+
+    Returns:
+        (splits, tiles of a split, sequences of a launch within `MAX_SCRATCH_BYTES`).
+
+    Example:
+        >>> deterministic_plan(DecodeConfig(16, 64, 4, 2), max_keys=131072, seq_bytes=32 * 129 * 4)
+        (128, 16, 126)
+    """
+    per_split = max(1, (config.split_len or DETERMINISTIC_SPLIT_LEN) // config.block_n)
+    splits = max(1, -(-max_keys // (per_split * config.block_n)))
+    return splits, per_split, max(1, MAX_SCRATCH_BYTES // (splits * max(seq_bytes, 1)))
 
 
 def split_plan(config: DecodeConfig, num_programs: int, max_keys: int, num_sms: int, part_bytes: int) -> tuple[int, int]:
