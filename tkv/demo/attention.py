@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -202,8 +202,7 @@ def paged_attention(
         query.transpose(1, 2), cache, paged.page_table, paged.seq_lens,
         scale=scaling, max_seq_len=paged.max_seq_len, config=paged.config,
     )  # fmt: skip
-    assert isinstance(out, torch.Tensor)
-    return out, None
+    return cast("torch.Tensor", out), None
 
 
 def _config(rows_at_most: int, keys: int, rows: int) -> dict[str, int]:
