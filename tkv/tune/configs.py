@@ -128,7 +128,7 @@ def deterministic_plan(config: DecodeConfig, max_keys: int, seq_bytes: int) -> t
 
     Example:
         >>> deterministic_plan(DecodeConfig(16, 64, 4, 2), max_keys=131072, seq_bytes=32 * 129 * 4)
-        (128, 16, 126)
+        (128, 16, 127)
     """
     per_split = max(1, (config.split_len or DETERMINISTIC_SPLIT_LEN) // config.block_n)
     splits = max(1, -(-max_keys // (per_split * config.block_n)))
