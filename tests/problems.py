@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import tkv
 from tkv import reference
-from tkv.tune.configs import DecodeConfig
+from tkv.tune.configs import AttentionConfig
 
 FORMATS = ("fp32", "fp16", "bf16", "fp8_e4m3/tensor", "fp8_e4m3/token_head", "int8/token_head")
 LAYOUTS = ("nhd", "hnd", "mixed", "interleaved", "layers", "wide", "inline")
@@ -291,7 +291,7 @@ def problems(draw, kind=None, **fixed):
     if -(-rows * group // block_m) * kv_heads > 8:
         kv_heads = 1
     if rows * group * kv_heads > MAX_SPLIT_ROWS and config:
-        config = DecodeConfig(config.block_m, config.block_n, config.num_warps, config.num_stages)
+        config = AttentionConfig(config.block_m, config.block_n, config.num_warps, config.num_stages)
     tiles = max(2, MAX_VISITS // (-(-rows * group // block_m) * kv_heads))
 
     num_seqs = draw(st.integers(1, max(1, min(4, MAX_SPLIT_ROWS // (rows * group)))))
@@ -320,7 +320,7 @@ def small_configs(draw):
     """Launches with small tiles and short splits, so that few keys make many of both."""
     block_n = draw(st.sampled_from([16, 32]))
     split_len = draw(st.sampled_from([None, block_n, 2 * block_n, 4 * block_n]))
-    return DecodeConfig(draw(st.sampled_from([16, 16, 32])), block_n, 4, 1, split_len)
+    return AttentionConfig(draw(st.sampled_from([16, 16, 32])), block_n, 4, 1, split_len)
 
 
 @st.composite

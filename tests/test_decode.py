@@ -11,14 +11,14 @@ from problems import FORMATS, LAYOUTS, bits, build, effort, poison_, problems, q
 
 import tkv
 from tkv import reference
-from tkv.tune.configs import DecodeConfig, split_plan
+from tkv.tune.configs import AttentionConfig, split_plan
 
-SMALL = DecodeConfig(16, 16, 4, 1)
+SMALL = AttentionConfig(16, 16, 4, 1)
 
 
 def splits(split_len, block_n=16):
     """A launch of many splits."""
-    return DecodeConfig(16, block_n, 4, 1, split_len)
+    return AttentionConfig(16, block_n, 4, 1, split_len)
 
 
 @pytest.mark.parametrize("kind", FORMATS)
@@ -113,7 +113,7 @@ def test_one_long_sequence_among_short_ones_is_spread_over_splits():
     lens = [3, 900, 0, 1]
     problem = build("fp16", lens, 64, 1, 4, 32, torch.float16, spike=9.0)
     problem.check()
-    sixty_four = DecodeConfig(16, 64, 4, 1)
+    sixty_four = AttentionConfig(16, 64, 4, 1)
     for count, tiles in (split_plan(sixty_four, len(lens), 900, 132, 4096), split_plan(sixty_four, 36, 220_000, 132, 4096)):
         assert count > 3 and count * tiles * 64 >= 900
 
@@ -226,7 +226,7 @@ def test_a_slice_of_a_wider_output_is_filled_and_its_surroundings_are_not(device
 def test_a_config_may_be_a_dict():
     problem = build("fp16", [60], 16, 1, 2, 64, torch.float16)
     a = problem.check(config={"block_m": 16, "block_n": 32, "num_warps": 4, "num_stages": 1, "split_len": 32})
-    b = problem.check(config=DecodeConfig(16, 32, 4, 1, 32))
+    b = problem.check(config=AttentionConfig(16, 32, 4, 1, 32))
     assert torch.equal(a[0], b[0])
 
 

@@ -7,9 +7,9 @@ from problems import build, poison_
 import tkv
 from tkv.errors import DTypeError
 from tkv.tune import configs
-from tkv.tune.configs import DecodeConfig
+from tkv.tune.configs import AttentionConfig
 
-SMALL = DecodeConfig(16, 16, 4, 1, 32)
+SMALL = AttentionConfig(16, 16, 4, 1, 32)
 
 
 def rows_of(problem, seqs, width=None, **more):

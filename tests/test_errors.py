@@ -134,7 +134,7 @@ WRONG = {
     "decode out is bf16 for fp16": (lambda: decode(out=zeros(2, 4, 64, dtype=torch.bfloat16)), DTypeError, "out: .* got torch.bfloat16"),
     "decode out is elsewhere": (lambda: decode(out=zeros(2, 4, 64, device=META)), DeviceError, "out: expected device"),
     "decode out has a strided last dim": (lambda: decode(out=zeros(2, 4, 128)[..., ::2]), ShapeError, "out: the last dimension must be contiguous"),
-    "decode config is text": (lambda: decode(config="fast"), DTypeError, "config: expected a DecodeConfig or a dict"),
+    "decode config is text": (lambda: decode(config="fast"), DTypeError, "config: expected a AttentionConfig or a dict"),
     "decode config has an unknown field": (lambda: decode(config=config(tile=3)), UnsupportedError, r"config: tunables are .* unknown \['tile'\]"),
     "decode config lacks a field": (lambda: decode(config={"block_m": 16}), UnsupportedError, r"missing \['block_n', 'num_warps', 'num_stages'\]"),
     "decode block_m is 8": (lambda: decode(config=config(block_m=8)), RangeError, "config.block_m: expected a power of two from 16 to 128, got 8"),

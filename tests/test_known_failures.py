@@ -9,11 +9,11 @@ from problems import build, empty_cache, poison_, test_device
 
 import tkv
 from tkv import reference
-from tkv.tune.configs import DecodeConfig, split_plan
+from tkv.tune.configs import AttentionConfig, split_plan
 
 DEVICE = test_device()
-WHOLE = DecodeConfig(16, 16, 4, 1)
-SPLITS = DecodeConfig(16, 16, 4, 1, 16)
+WHOLE = AttentionConfig(16, 16, 4, 1)
+SPLITS = AttentionConfig(16, 16, 4, 1, 16)
 INF = torch.inf
 
 
@@ -127,7 +127,7 @@ def test_a_window_is_off_by_one_on_neither_side(key, seen):
 @pytest.mark.parametrize("window", [None, 4])
 def test_empty_splits_are_merged(window):
     for split_len in (None, 16):
-        config = DecodeConfig(16, 16, 4, 1, split_len)
+        config = AttentionConfig(16, 16, 4, 1, split_len)
         # A long table makes many splits; every sequence needs only some of them.
         problem = build("fp32", [*range(1, 9), 250], 16, dim=16, edit=numbered, window=window, launch={"config": config})
         out, lse = problem.run()
@@ -183,7 +183,7 @@ def test_head_dims_that_are_no_power_of_two(head_dim):
 
 def test_a_group_above_the_tile():
     build("bf16", [40, 3], 16, 1, 48, 16, launch={"config": WHOLE}).check()
-    build("bf16", [40, 3], 16, 1, 48, 16, q_len=3, launch={"config": DecodeConfig(16, 32, 4, 1)}).check()
+    build("bf16", [40, 3], 16, 1, 48, 16, q_len=3, launch={"config": AttentionConfig(16, 32, 4, 1)}).check()
 
 
 def test_scales_are_never_dropped():
@@ -280,7 +280,8 @@ def test_a_sequence_among_others_gives_what_it_gives_alone():
 
 
 def test_one_long_sequence_in_a_large_batch_does_not_run_on_one_multiprocessor():
-    splits, tiles = split_plan(DecodeConfig(16, 64, 4, 2), num_programs=36 * 8, max_keys=220_000, num_sms=132, part_bytes=36 * 64 * 129 * 4)
+    config = AttentionConfig(16, 64, 4, 2)
+    splits, tiles = split_plan(config, num_programs=36 * 8, max_keys=220_000, num_sms=132, part_bytes=36 * 64 * 129 * 4)
     assert splits >= 50 and splits * tiles * 64 >= 220_000
 
 
@@ -298,7 +299,7 @@ def test_large_pages_and_heads_have_a_legal_default():
 
 
 def test_values_of_small_amplitude_in_an_8_bit_cache_are_not_folded_into_half_precision_probabilities():
-    config = DecodeConfig(16, 512, 4, 1)
+    config = AttentionConfig(16, 512, 4, 1)
     problem = build("int8/token_head", [4096], 64, 1, 1, 16, torch.float16, v_amplitude=1e-3, launch={"config": config})
     out, lse = problem.run(out=torch.empty(1, 1, 16, device=DEVICE))
     assert_close_to_reference(out, lse, problem.truth, torch.float16)

@@ -10,7 +10,7 @@ import torch
 from problems import build
 
 import tkv
-from tkv.tune.configs import DecodeConfig, split_plan
+from tkv.tune.configs import AttentionConfig, split_plan
 
 KEYS = """
 import json, sys, torch, tkv
@@ -46,11 +46,11 @@ def test_batch_size_table_width_and_hints_do_not_compile_new_kernels():
     done = subprocess.run([sys.executable, "-c", KEYS], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     # decode is compiled once for results that are final and once for partial ones.
-    assert json.loads(done.stdout.splitlines()[-1]) == {"decode_kernel": 2, "reduce_kernel": 1, "write_kernel": 1}
+    assert json.loads(done.stdout.splitlines()[-1]) == {"attention_kernel": 2, "merge_kernel": 1, "write_kernel": 1}
 
 
 def test_partial_results_take_bounded_memory_and_long_sequences_are_spread_in_any_batch():
-    config = DecodeConfig(16, 64, 4, 2)
+    config = AttentionConfig(16, 64, 4, 2)
     splits, tiles = split_plan(config, num_programs=36 * 8, max_keys=220_000, num_sms=132, part_bytes=36 * 32 * 129 * 4)
     assert tiles * 64 <= 4096 and splits >= 54
     splits, tiles = split_plan(config, num_programs=10**6, max_keys=2**20, num_sms=132, part_bytes=2**25)
@@ -64,7 +64,7 @@ def test_a_visible_number_that_is_not_finite_shows_in_out_and_lse(what, splits):
     def spoil(q, k, v):
         {"q": q, "k": k, "v": v}[what][0 if what == "q" else 3, 0, 5] = torch.nan
 
-    problem = build("fp32", [40], edit=spoil, launch={"config": DecodeConfig(16, 16, 4, 1, splits)})
+    problem = build("fp32", [40], edit=spoil, launch={"config": AttentionConfig(16, 16, 4, 1, splits)})
     out, lse = problem.run()
     assert out[0, 0, 5].isnan()
     assert lse.isnan().all() or what == "v"
@@ -77,4 +77,4 @@ def test_values_that_fall_far_below_earlier_ones_leave_the_result_finite():
         v[16:] *= 1e-34
 
     for kind in ("int8/token_head", "fp8_e4m3/token_head"):
-        build(kind, [128], q_dtype=torch.float16, edit=shrink, launch={"config": DecodeConfig(16, 16, 4, 1)}).check()
+        build(kind, [128], q_dtype=torch.float16, edit=shrink, launch={"config": AttentionConfig(16, 16, 4, 1)}).check()

@@ -7,10 +7,10 @@ import torch
 from bounds import assert_close_to_reference
 from problems import FORMATS, build, q_dtypes
 
-from tkv.tune.configs import DecodeConfig
+from tkv.tune.configs import AttentionConfig
 
-SMALL = DecodeConfig(16, 16, 4, 1)
-SPLIT = DecodeConfig(16, 16, 4, 1, 32)
+SMALL = AttentionConfig(16, 16, 4, 1)
+SPLIT = AttentionConfig(16, 16, 4, 1, 32)
 DYNAMIC = ("fp8_e4m3/token_head", "int8/token_head")
 
 

@@ -12,16 +12,17 @@ from problems import effort, empty_cache, test_device
 
 import tkv
 from tkv import reference
-from tkv.kernels.args import Target, TokenStrides
-from tkv.kernels.decode import decode_kernel, reduce_kernel
+from tkv.kernels.args import Limits, Target, TokenStrides
+from tkv.kernels.attention import attention_kernel
 from tkv.kernels.merge import merge_kernel
 from tkv.kernels.tiles import codec
 from tkv.kernels.tiles.attend import power_of_two_from, tanh, unit_for
 from tkv.kernels.tiles.dots import dot, round_to
 from tkv.kernels.tiles.paging import locate, offsets_of
-from tkv.kernels.tiles.visibility import full_tiles, seen_by_rows, seen_keys, span_of, tile_of
+from tkv.kernels.tiles.visibility import in_window, seen_keys, tile_of, view_of
+from tkv.kernels.tree import depth_kernel
 from tkv.kernels.write import write_kernel
-from tkv.ops.decode import triton_dtype
+from tkv.ops.attention import triton_dtype
 from tkv.ops.launch import arch_name, interpreting, storages, target_for
 
 DEVICE = test_device()
@@ -34,63 +35,70 @@ MAX_TILES = 12
 
 
 @triton.jit
-def visits_kernel(args_ptr, counts_ptr, tiles_ptr, seen_ptr, rows_ptr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, HAS_WINDOW: tl.constexpr):
-    """For ROWS query rows from `first` on: the visits of their span, its full tiles, and both masks of every visit."""
+def visits_kernel(
+    args_ptr, counts_ptr, tiles_ptr, seen_ptr, rows_ptr, limits, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, HAS_WINDOW: tl.constexpr
+):
+    """For ROWS query rows from `first` on: their visits, which of these are full, and both masks of every visit."""
     num_keys = tl.load(args_ptr)
     kv_start = tl.load(args_ptr + 1)
     first = tl.load(args_ptr + 2)
-    window = tl.load(args_ptr + 3)
-    sinks = tl.load(args_ptr + 4)
+    skip = tl.load(args_ptr + 3)
     last = first + ROWS - 1
-    span = span_of(num_keys, kv_start, first, last, window, sinks, BLOCK_N, HAS_WINDOW)
-    tl.store(counts_ptr, span[5])
-    tl.store(counts_ptr + 1, full_tiles(num_keys, kv_start, first, BLOCK_N))
+    bounds, visits, full = view_of(num_keys, kv_start, skip, (first, last, first, last), limits, BLOCK_N, HAS_WINDOW)
+    tl.store(counts_ptr, visits[3])
+    tl.store(counts_ptr + 1, full[0])
+    tl.store(counts_ptr + 2, full[1])
     lanes = tl.arange(0, BLOCK_N)
     rows = tl.arange(0, ROWS)
-    for visit in range(0, span[5]):
-        keys = tile_of(visit, span) * BLOCK_N + lanes
-        tl.store(tiles_ptr + visit, tile_of(visit, span))
-        tl.store(seen_ptr + visit * BLOCK_N + lanes, seen_keys(keys, span).to(tl.int8))
-        by_rows = seen_by_rows(keys + kv_start, first + rows, window, sinks, HAS_WINDOW)
+    for visit in range(0, visits[3]):
+        keys = tile_of(visit, visits) * BLOCK_N + lanes
+        tl.store(tiles_ptr + visit, tile_of(visit, visits))
+        tl.store(seen_ptr + visit * BLOCK_N + lanes, seen_keys(keys, bounds).to(tl.int8))
+        distance = (first + rows)[:, None] - (keys + kv_start)[None, :]
+        by_rows = distance >= 0
+        if HAS_WINDOW:
+            by_rows = by_rows & in_window(distance, (keys + kv_start)[None, :], limits.window, limits.sinks)
         tl.store(rows_ptr + (visit * ROWS + rows[:, None]) * BLOCK_N + lanes[None, :], by_rows.to(tl.int8))
 
 
 @st.composite
-def spans(draw):
+def views(draw):
     block_n, rows = draw(st.sampled_from([16, 32])), draw(st.sampled_from([1, 2, 4, 16]))
     num_keys = draw(st.integers(0, MAX_TILES * block_n))
     kv_start = draw(st.sampled_from([0, 0, 3, 16, 50, 2**29]))
     first = draw(st.one_of(st.just(num_keys + kv_start - rows), st.integers(kv_start - rows - 2, kv_start + num_keys + 40)))
+    skip = draw(st.one_of(st.just(0), st.integers(0, num_keys + 5)))
     window = draw(st.one_of(st.none(), st.integers(1, 80), st.just(2**30)))
     sinks = draw(st.one_of(st.just(0), st.integers(0, 70), st.just(2**30)))
-    return block_n, rows, num_keys, kv_start, first, window, sinks
+    return block_n, rows, num_keys, kv_start, first, skip, window, sinks
 
 
-@effort(200)
-@given(spans())
+@effort(300)
+@given(views())
 def test_every_visible_key_is_visited_once_and_nothing_else(case):
-    block_n, rows, num_keys, kv_start, first, window, sinks = case
-    args = torch.tensor([num_keys, kv_start, first, window or 0, sinks], dtype=torch.int32, device=DEVICE)
-    counts = torch.zeros(2, dtype=torch.int32, device=DEVICE)
+    block_n, rows, num_keys, kv_start, first, skip, window, sinks = case
+    args = torch.tensor([num_keys, kv_start, first, skip], dtype=torch.int32, device=DEVICE)
+    counts = torch.zeros(3, dtype=torch.int32, device=DEVICE)
     tiles = torch.full((2 * MAX_TILES,), -1, dtype=torch.int32, device=DEVICE)
     seen = torch.zeros(2 * MAX_TILES, block_n, dtype=torch.int8, device=DEVICE)
     by_rows = torch.zeros(2 * MAX_TILES, rows, block_n, dtype=torch.int8, device=DEVICE)
-    visits_kernel[(1,)](args, counts, tiles, seen, by_rows, block_n, rows, window is not None)
+    visits_kernel[(1,)](args, counts, tiles, seen, by_rows, Limits(0.0, window or 0, sinks), block_n, rows, window is not None)
 
     q_positions = first + torch.arange(rows)
     truth = torch.zeros(rows, MAX_TILES * block_n, dtype=torch.bool)
     truth[:, :num_keys] = reference.visible(q_positions, kv_start + torch.arange(num_keys), window, sinks)
+    truth[:, :skip] = False
     truth = truth.view(rows, MAX_TILES, block_n)
-    count, full = counts.tolist()
+    count, full_from, full_to = counts.tolist()
     visited = tiles[:count].tolist()
     wanted = truth.any(2).any(0).nonzero()[:, 0].tolist()
     assert visited == wanted, "every tile with a visible key once, in order, and no other"
     for visit, tile in enumerate(visited):
         assert torch.equal(seen[visit].bool().cpu(), truth[:, tile].any(0)), f"keys of tile {tile}"
         assert torch.equal((by_rows[visit] & seen[visit]).bool().cpu(), truth[:, tile]), f"rows of tile {tile}"
-    if window is None:
-        assert full == sum(bool(truth[:, tile].all()) for tile in wanted), "tiles without a mask are all that need none"
-        assert all(truth[:, tile].all() for tile in range(full))
+    assert all(truth[:, visited[visit]].all() for visit in range(full_from, min(full_to, count))), "a full tile needs no mask"
+    if window is None or not sinks:
+        assert max(min(full_to, count) - full_from, 0) == sum(bool(truth[:, tile].all()) for tile in wanted), "all that are full are known"
 
 
 @triton.jit
@@ -274,7 +282,7 @@ def test_every_word_decodes_to_both_of_its_numbers(code, dtype, target):
     assert bool((got[~finite].isnan() | (got[~finite].abs() == 480)).all())
 
 
-@pytest.mark.parametrize("kernel", [decode_kernel, reduce_kernel, write_kernel, merge_kernel], ids=lambda kernel: kernel.fn.__name__)
+@pytest.mark.parametrize("kernel", [attention_kernel, write_kernel, merge_kernel, depth_kernel], ids=lambda kernel: kernel.fn.__name__)
 def test_no_parameter_of_a_kernel_has_a_name_that_the_launcher_uses_itself(kernel):
     """On a GPU such a kernel cannot be launched at all; the interpreter and cross-compiling do not notice."""
     taken = {"options", "grid", "warmup", "num_warps", "num_stages", "num_ctas", "maxnreg"}

@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 from problems import FORMATS, Problem, build, effort, test_device
 
 import tkv
-from tkv.kernels.tiles.visibility import span_of
-from tkv.tune.configs import DecodeConfig
+from tkv.kernels.args import Limits
+from tkv.kernels.tiles.visibility import view_of
+from tkv.tune.configs import AttentionConfig
 
 DEVICE = test_device()
-SMALL = DecodeConfig(16, 16, 4, 1)
-SPLIT = DecodeConfig(16, 16, 4, 1, 16)
+SMALL = AttentionConfig(16, 16, 4, 1)
+SPLIT = AttentionConfig(16, 16, 4, 1, 16)
 
 
 def spiky(key, score):
@@ -190,17 +191,18 @@ def test_alibi_counts_from_positions_and_not_from_the_keys_of_the_part():
 
 
 @triton.jit
-def count_tiles_kernel(lens_ptr, out_ptr, q_len, window, sinks, BLOCK_N: tl.constexpr):
+def count_tiles_kernel(lens_ptr, out_ptr, q_len, limits, BLOCK_N: tl.constexpr):
     num_keys = tl.load(lens_ptr + tl.program_id(0))
-    span = span_of(num_keys, num_keys * 0, num_keys - q_len, num_keys - 1, window, sinks, BLOCK_N, True)
-    tl.store(out_ptr + tl.program_id(0), span[5])
+    first, last = num_keys - q_len, num_keys - 1
+    _, visits, _ = view_of(num_keys, num_keys * 0, num_keys * 0, (first, last, first, last), limits, BLOCK_N, True)
+    tl.store(out_ptr + tl.program_id(0), visits[3])
 
 
 @pytest.mark.parametrize(("window", "sinks", "q_len"), [(100, 4, 1), (1, 0, 1), (64, 64, 5), (17, 1, 64)])
 def test_the_tiles_that_are_visited_do_not_grow_with_the_context(window, sinks, q_len):
     lens = torch.tensor([1000, 10_000, 123_457, 10**6, 2**30], dtype=torch.int32, device=DEVICE)
     out = torch.zeros_like(lens)
-    count_tiles_kernel[(len(lens),)](lens, out, q_len, window, sinks, 16)
+    count_tiles_kernel[(len(lens),)](lens, out, q_len, Limits(0.0, window, sinks), 16)
     at_most = -(-sinks // 16) + -(-(window + q_len - 1) // 16) + 1
     assert int(out.max()) <= at_most and int(out.min()) >= at_most - 1
 

@@ -3,9 +3,12 @@
 from tkv import errors, reference
 from tkv.cache import KVCache
 from tkv.formats import KVFormat
+from tkv.levels import SharedLevel, find_shared_levels
+from tkv.ops.cascade import shared_prefix_decode
 from tkv.ops.copy import copy_pages
 from tkv.ops.decode import paged_decode
 from tkv.ops.merge import merge_states
+from tkv.ops.prefill import prefix_prefill
 from tkv.ops.write import write_kv
 from tkv.pages import CacheManager, PagePool
 
@@ -16,10 +19,14 @@ __all__ = [
     "KVCache",
     "KVFormat",
     "PagePool",
+    "SharedLevel",
     "copy_pages",
     "errors",
+    "find_shared_levels",
     "merge_states",
     "paged_decode",
+    "prefix_prefill",
     "reference",
+    "shared_prefix_decode",
     "write_kv",
 ]

@@ -146,11 +146,46 @@ def visible(
         >>> visible(torch.tensor([5]), torch.arange(7), window=2, sinks=1).int().tolist()
         [[1, 0, 0, 0, 1, 1, 0]]
     """
-    distance = q_positions[:, None] - k_positions[None, :]
+    return _visible(q_positions[:, None] - k_positions[None, :], k_positions[None, :], window, sinks)
+
+
+def _visible(distance: torch.Tensor, k_positions: torch.Tensor, window: int | None, sinks: int) -> torch.Tensor:
     seen = distance >= 0
+    return seen if window is None else seen & ((distance < window) | (k_positions < sinks))
+
+
+def look(
+    q_start: int, q_len: int, k_positions: torch.Tensor, window: int | None = None, sinks: int = 0, mask: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What new tokens see, and how far away it is.
+
+    Args:
+        q_start, q_len: position of the first new token, and their number.
+        k_positions: ``[keys]``, where keys stand in their sequence.
+        window, sinks: as in :func:`tkv.paged_decode`.
+        mask: ``[M, M]`` bool, the tree of the new tokens; None for a chain.
+
+    Returns:
+        ``[q_len, keys]`` bool, and positions of queries minus positions of keys.
+
+    Example:
+        >>> tree = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]]).bool()               # two continuations of one token
+        >>> seen, distance = look(2, 3, torch.arange(5), mask=tree)
+        >>> seen[2].int().tolist(), distance[2].tolist()
+        ([1, 1, 1, 0, 1], [3, 2, 1, 0, 0])
+    """
+    if mask is None:
+        q_positions = q_start + torch.arange(q_len, device=k_positions.device)
+        return visible(q_positions, k_positions, window, sinks), q_positions[:, None] - k_positions[None, :]
+    tree = mask[:q_len, :q_len]
+    q_positions = q_start + tree.sum(1) - 1
+    new = k_positions - q_start
+    k_positions = torch.where((new >= 0) & (new < q_len), q_positions[new.clamp(0, q_len - 1)], k_positions)
+    distance = q_positions[:, None] - k_positions[None, :]
+    seen = tree[:, new.clamp(0, q_len - 1)] & (new < q_len)
     if window is not None:
-        seen &= (distance < window) | (k_positions < sinks)[None, :]
-    return seen
+        seen = seen & ((distance < window) | (k_positions < sinks))
+    return torch.where(new < 0, _visible(distance, k_positions, window, sinks), seen), distance
 
 
 def attention(
@@ -223,6 +258,7 @@ def paged_decode(
     sink_logits: torch.Tensor | None = None,
     kv_start: torch.Tensor | None = None,
     q_start: torch.Tensor | None = None,
+    mask: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Attention of new query rows over a paged cache, as :func:`tkv.paged_decode`, one sequence after the other.
 
@@ -239,29 +275,92 @@ def paged_decode(
         (1.0, 5.0)
     """
     rows = q.unsqueeze(1) if q.dim() == 3 else q
+    num_seqs, q_len = rows.shape[:2]
+    starts = torch.zeros_like(seq_lens) if kv_start is None else kv_start
+    cu_seqlens = torch.arange(num_seqs + 1) * q_len
+    results = _attend(
+        rows.flatten(0, 1), None, None, cache, page_table, seq_lens, starts, seq_lens + starts - q_len if q_start is None else q_start,
+        cu_seqlens, window, sinks, mask, scale=scale, softcap=softcap, alibi_slopes=alibi_slopes, sink_logits=sink_logits,
+    )  # fmt: skip
+    out, lse, out_size, score_size = (part.view(*q.shape[:-1], *part.shape[2:]) for part in results)
+    return out, lse, out_size, score_size
+
+
+def prefix_prefill(
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    v: torch.Tensor | None,
+    cache: KVCache,
+    page_table: torch.Tensor,
+    prefix_lens: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    window: int | None = None,
+    sinks: int = 0,
+    sink_logits: torch.Tensor | None = None,
+    kv_start: torch.Tensor | None = None,
+    q_start: torch.Tensor | None = None,
+    mask: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Attention of ragged new tokens over their prefixes and themselves, as :func:`tkv.prefix_prefill`.
+
+    Args:
+        q, k, v, cache, page_table, prefix_lens, cu_seqlens, scale, ...: as there.
+
+    Returns:
+        out, lse, magnitude of the output and of the scores, as :func:`attention`, in float64.
+
+    Example:
+        >>> cache = KVCache(torch.zeros(2, 4, 1, 16), torch.ones(2, 4, 1, 16))
+        >>> q, k, v = torch.ones(2, 1, 16), torch.zeros(2, 1, 16), torch.full((2, 1, 16), 4.0)
+        >>> out, *_ = prefix_prefill(q, k, v, cache, torch.tensor([[1, 0]]), torch.tensor([2]), torch.tensor([0, 2]))
+        >>> out[:, 0, 0].tolist()
+        [2.0, 2.5]
+    """
+    starts = torch.zeros_like(prefix_lens) if kv_start is None else kv_start
+    lens = prefix_lens + cu_seqlens.diff() if k is None and q_start is None else prefix_lens
+    return _attend(
+        q, k, v, cache, page_table, lens, starts, prefix_lens + starts if q_start is None else q_start, cu_seqlens, window, sinks, mask,
+        scale=scale, softcap=softcap, alibi_slopes=alibi_slopes, sink_logits=sink_logits,
+    )  # fmt: skip
+
+
+def _attend(
+    q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, cache: KVCache, page_table: torch.Tensor, lens: torch.Tensor,
+    kv_start: torch.Tensor, q_start: torch.Tensor, cu_seqlens: torch.Tensor, window: int | None, sinks: int, mask: torch.Tensor | None,
+    *, scale: float | None, softcap: float | None, alibi_slopes: torch.Tensor | None, sink_logits: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Ragged rows, one sequence after the other; cached keys first, then new ones. Rows of no sequence see nothing."""
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
-    results = []
-    for seq in range(q.shape[0]):
-        num_keys = min(max(int(seq_lens[seq]), 0), page_table.shape[1] * cache.page_size)
-        start = 0 if kv_start is None else int(kv_start[seq])
-        first = int(seq_lens[seq]) + start - rows.shape[1] if q_start is None else int(q_start[seq])
-        q_positions = first + torch.arange(rows.shape[1], device=q.device)
-        k_positions = start + torch.arange(num_keys, device=q.device)
-        mask = visible(q_positions, k_positions, window, sinks)
+    out = q.new_zeros(*q.shape[:2], cache.v_head_dim, dtype=torch.float64)
+    nothing = out.new_tensor(-torch.inf) if sink_logits is None else sink_logits.double()
+    lse = nothing.expand(q.shape[:2]).clone()
+    out_size, score_size = torch.zeros_like(out), torch.zeros_like(lse)
+    for seq in range(page_table.shape[0]):
+        begin, end = int(cu_seqlens[seq]), int(cu_seqlens[seq + 1])
+        if begin == end:
+            continue
+        num_keys = min(max(int(lens[seq]), 0), page_table.shape[1] * cache.page_size)
+        first, keys = int(q_start[seq]), torch.arange(num_keys, device=q.device)
+        tree = None if mask is None else mask[seq]
+        seen, distance = look(first, end - begin, int(kv_start[seq]) + keys, window, sinks, tree)
         # Pages that no row sees are not followed, nor are ids outside of the cache.
-        pages = page_table[seq, torch.arange(num_keys, device=q.device) // cache.page_size]
-        mask &= ((pages >= 0) & (pages < cache.num_pages))[None, :]
-        seen = mask.any(0)
-        mask, distance = mask[:, seen], q_positions[:, None] - k_positions[None, seen]
-        k, v = gather(cache, page_table[seq], seen.nonzero()[:, 0])
-        options = {"scale": scale, "softcap": softcap, "alibi_slopes": alibi_slopes, "sink_logits": sink_logits}
-        results.append(attention(rows[seq], k, v, mask, distance, **options))  # type: ignore[arg-type]
-    if not results:
-        empty = q.new_zeros(*q.shape[:-1], cache.v_head_dim, dtype=torch.float64)
-        return empty, empty.sum(-1), empty, empty.sum(-1)
-    out, lse, out_size, score_size = (torch.stack(parts) for parts in zip(*results, strict=True))
-    if q.dim() == 3:
-        return out[:, 0], lse[:, 0], out_size[:, 0], score_size[:, 0]
+        pages = page_table[seq, keys // cache.page_size]
+        seen &= ((pages >= 0) & (pages < cache.num_pages))[None, :]
+        some = seen.any(0)
+        seen, distance = seen[:, some], distance[:, some]
+        all_k, all_v = gather(cache, page_table[seq], keys[some])
+        if k is not None and v is not None:
+            new = torch.arange(end - begin, device=q.device)
+            new_seen, new_distance = look(first, end - begin, first + new, window, sinks, tree)
+            seen, distance = torch.cat([seen, new_seen], 1), torch.cat([distance, new_distance], 1)
+            all_k, all_v = torch.cat([all_k, k[begin:end].double()]), torch.cat([all_v, v[begin:end].double()])
+        out[begin:end], lse[begin:end], out_size[begin:end], score_size[begin:end] = attention(
+            q[begin:end], all_k, all_v, seen, distance, scale=scale, softcap=softcap, alibi_slopes=alibi_slopes, sink_logits=sink_logits
+        )
     return out, lse, out_size, score_size
 
 

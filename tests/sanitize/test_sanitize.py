@@ -9,13 +9,13 @@ from problems import FORMATS, bits, build, empty_cache, test_device
 import tkv
 from tkv import reference
 from tkv.kernels.args import PagedKV, Stored, TokenStrides
-from tkv.tune.configs import DecodeConfig
+from tkv.tune.configs import AttentionConfig
 
 pytestmark = pytest.mark.sanitize
 
 DEVICE = test_device()
-WHOLE = DecodeConfig(16, 16, 4, 1)
-SPLITS = DecodeConfig(16, 16, 4, 1, 16)
+WHOLE = AttentionConfig(16, 16, 4, 1)
+SPLITS = AttentionConfig(16, 16, 4, 1, 16)
 
 
 @pytest.mark.parametrize("kind", FORMATS)

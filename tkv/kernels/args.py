@@ -32,11 +32,51 @@ class PagedKV(NamedTuple):
 
 
 class RowStrides(NamedTuple):
-    """Strides of ``[seq, row, head, ...]``: queries, outputs and their LSE."""
+    """Strides of ``[seq, row, head, ...]``: queries, outputs and their LSE. Ragged ones, ``[token, head, ...]``, have no `seq`."""
 
     seq: int
     row: int
     head: int
+
+
+class Results(NamedTuple):
+    """Outputs ``[seq, row, head, dim]`` and their LSE ``[seq, row, head]``, or None."""
+
+    out_ptr: Any
+    out_strides: RowStrides
+    lse_ptr: Any
+    lse_strides: RowStrides
+
+
+class Lengths(NamedTuple):
+    """Of each sequence: number of keys; position of key 0 and of query row 0, or None for the defaults."""
+
+    keys_ptr: Any
+    kv_start_ptr: Any
+    q_start_ptr: Any
+
+
+class Level(NamedTuple):
+    """What a program's sequence is in a cascade.
+
+    members_ptr: the sequences of each group of a level, one after the other; group_lens_ptr, group_starts_ptr: keys of a group and
+    the position of their first; cover_ptr: of each sequence the position up to which levels cover it, written by the levels from the
+    outermost on and read by the call for the rest. All are None outside of a cascade.
+    """
+
+    members_ptr: Any
+    group_lens_ptr: Any
+    group_starts_ptr: Any
+    cover_ptr: Any
+
+
+class Tree(NamedTuple):
+    """Tree attention among new tokens: which sees which, ``[seq, M, M]`` bytes, and their depths, ``[seq, M]``; or all None."""
+
+    mask_ptr: Any
+    strides: RowStrides
+    depth_ptr: Any
+    depth_stride: int
 
 
 class Storage(NamedTuple):
@@ -71,8 +111,8 @@ class Target(NamedTuple):
 class Attend(NamedTuple):
     """What one inner loop of attention is compiled for.
 
-    PAGE_SIZE, BLOCK_N: keys of a page and of a tile; DTYPE: of the dots' operands; LIFT: probabilities are times 2^LIFT;
-    HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI: options in use; ONE_POSITION: all rows of a program stand at one position.
+    PAGE_SIZE, BLOCK_N: keys of a page (0: they are not paged) and of a tile; DTYPE: of the dots' operands; LIFT: probabilities are times
+    2^LIFT; HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, HAS_TREE: options in use; ONE_POSITION: all rows of a program stand at one position.
     """
 
     PAGE_SIZE: int
@@ -82,6 +122,7 @@ class Attend(NamedTuple):
     HAS_WINDOW: bool
     HAS_SOFTCAP: bool
     HAS_ALIBI: bool
+    HAS_TREE: bool
     ONE_POSITION: bool
 
 
@@ -91,13 +132,6 @@ class Limits(NamedTuple):
     softcap: float
     window: int
     sinks: int
-
-
-class PartStrides(NamedTuple):
-    """Strides of a stack of states, ``[part, row, ...]``."""
-
-    part: int
-    row: int
 
 
 class NewStrides(NamedTuple):

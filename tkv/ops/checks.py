@@ -89,30 +89,36 @@ def check_slots(name: str, slots: torch.Tensor, num_slots: int) -> None:
         raise RangeError(f"{name}: expected every slot at most once, got {used.numel() - used.unique().numel()} repeated")
 
 
+def check_ragged(name: str, starts: torch.Tensor, total: int) -> None:
+    """Synchronous: starts of ragged rows begin at 0, never fall and end within `total`."""
+    if int(starts[0]) != 0 or bool((starts.diff() < 0).any()) or int(starts[-1]) > total:
+        raise RangeError(f"{name}: expected to rise from 0 to at most {total}, got {starts.tolist()[:16]}")
+
+
 def check_pages(
+    name: str,
     page_table: torch.Tensor,
-    seq_lens: torch.Tensor,
+    lens: torch.Tensor,
     kv_start: torch.Tensor | None,
-    q_start: torch.Tensor | None,
-    q_len: int,
+    first: torch.Tensor,
+    last: torch.Tensor,
     window: int | None,
     sinks: int,
     cache: KVCache,
 ) -> None:
-    """Synchronous: lengths fit the table, and every page that some row can see is in the cache."""
+    """Synchronous: lengths fit the table, and every page that some row at positions first..last can see is in the cache."""
     capacity = page_table.shape[1] * cache.page_size
-    wrong = (seq_lens < 0) | (seq_lens > capacity)
+    wrong = (lens < 0) | (lens > capacity)
     if bool(wrong.any()):
         seq = int(wrong.nonzero()[0])
-        raise RangeError(f"seq_lens: expected 0 to {capacity} (table width x page_size), got {int(seq_lens[seq])} for sequence {seq}")
-    for name, given, low in (("kv_start", kv_start, 0), ("q_start", q_start, -MAX_POSITION)):
+        raise RangeError(f"{name}: expected 0 to {capacity} keys (table width x page_size), got {int(lens[seq])} for sequence {seq}")
+    for start, given, low in (("kv_start", kv_start, 0), ("q_start", first, -MAX_POSITION)):
         if given is not None and bool((wrong := (given < low) | (given >= MAX_POSITION)).any()):
             seq = int(wrong.nonzero()[0])
-            raise RangeError(f"{name}: expected {low} to 2^30 - 1, got {int(given[seq])} for sequence {seq}")
-    starts = torch.zeros_like(seq_lens) if kv_start is None else kv_start
-    first = seq_lens + starts - q_len if q_start is None else q_start
+            raise RangeError(f"{start}: expected {low} to 2^30 - 1, got {int(given[seq])} for sequence {seq}")
+    starts = torch.zeros_like(lens) if kv_start is None else kv_start
     positions = torch.arange(capacity, device=page_table.device)[None, :] + starts[:, None]
-    seen = (positions - starts[:, None] < seq_lens[:, None]) & (positions <= (first + q_len - 1)[:, None])
+    seen = (positions - starts[:, None] < lens[:, None]) & (positions <= last[:, None]) & (first <= last)[:, None]
     if window is not None:
         seen &= (first[:, None] - positions < window) | (positions < sinks)
     seen_pages = seen.view(*page_table.shape, cache.page_size).any(-1)

@@ -2,42 +2,36 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 
 from tkv.cache import KVCache
-from tkv.errors import RangeError, ShapeError, UnsupportedError
-from tkv.kernels.args import Attend, Limits, RowStrides
-from tkv.ops.checks import (
-    FLOATS,
-    INTEGERS,
-    MAX_POSITION,
-    check_cache,
-    check_flag,
-    check_int,
-    check_number,
-    check_pages,
-    check_tensor,
-    checks_on,
+from tkv.errors import ShapeError, UnsupportedError
+from tkv.kernels.args import Lengths
+from tkv.ops.attention import (
+    NO_RESULTS,
+    Options,
+    Scratch,
+    Work,
+    check_options,
+    check_out,
+    check_queries,
+    check_table,
+    check_workspace,
+    compute_dtype,
+    kernel_for,
+    launch_attention,
+    launch_merge,
+    results_of,
+    run_all,
+    tree_of,
 )
-from tkv.ops.launch import (
-    FLUSHES_FP16,
-    Launch,
-    arch_name,
-    check_launchable,
-    interpreting,
-    num_sms,
-    padded,
-    paged_words,
-    storages,
-    target_for,
-)
-from tkv.tune.configs import DecodeConfig, default_decode, deterministic_plan, split_plan
+from tkv.ops.checks import FLOATS, INTEGERS, check_cache, check_flag, check_int, check_pages, check_tensor, checks_on
+from tkv.ops.launch import Launch, arch_name, check_launchable, interpreting, num_sms
+from tkv.tune.configs import AttentionConfig, default_decode, deterministic_plan, split_plan
 
 MAX_Q_LEN = 64
-MAX_GROUP = 128
 
 
 def paged_decode(
@@ -54,11 +48,13 @@ def paged_decode(
     sink_logits: torch.Tensor | None = None,
     kv_start: torch.Tensor | None = None,
     q_start: torch.Tensor | None = None,
+    mask: torch.Tensor | None = None,
     max_seq_len: int | None = None,
     return_lse: bool = False,
     out: torch.Tensor | None = None,
+    workspace: torch.Tensor | None = None,
     deterministic: bool = False,
-    config: DecodeConfig | dict[str, Any] | None = None,
+    config: AttentionConfig | dict[str, Any] | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention of up to 64 new query rows of each sequence over its keys in a paged cache.
 
@@ -86,13 +82,19 @@ def paged_decode(
             Of several parts that are to be merged, exactly one gets it.
         kv_start: ``[num_seqs]`` int32 or int64, position of each sequence's logical key 0; 0 if None.
         q_start: ``[num_seqs]`` int32 or int64, position of query row 0; ``seq_len + kv_start - q_len`` if None.
+        mask: ``[num_seqs, M, M]`` bool, M at least q_len: tree verification. Query row c is new token c, whose key stands at
+            ``q_start + c`` of the table; it sees new token i iff ``mask[:, c, i]``, and their position, of query and key, is
+            ``q_start + (number of new tokens that mask[:, c] has) - 1``. Keys before ``q_start`` are as without a mask. The diagonal
+            is set; what lies beyond q_len is ignored.
         max_seq_len: a hint for the longest of `seq_lens`, to size the launch; the width of the table if None. Never a condition of
             correctness.
         return_lse: also return the LSE.
         out: where to write: q's shape with V's head_dim, in q's dtype or float32, last dimension contiguous.
+        workspace: ``[bytes]`` uint8 or ``[bytes / 4]`` float32: memory for partial results, overwritten; allocated if None. Sequences are
+            split as finely as it allows.
         deterministic: each sequence's result is the same, bit for bit, alone and in any batch, with any hint and table width. Splits are
             then of one length, and a batch whose partial results would need too much memory runs in several launches.
-        config: launch parameters, a :class:`tkv.tune.configs.DecodeConfig` or a dict of its fields; chosen for the device if None.
+        config: launch parameters, a :class:`tkv.tune.configs.AttentionConfig` or a dict of its fields; chosen for the device if None.
 
     Returns:
         ``out`` in q's dtype (or the given tensor); with ``return_lse`` also ``lse``, float32, out's shape without the last dimension,
@@ -111,64 +113,62 @@ def paged_decode(
         >>> out.shape, lse.shape
         (torch.Size([1, 8, 64]), torch.Size([1, 8]))
     """
+    options, config = check_decode(
+        q, cache, page_table, seq_lens, scale=scale, softcap=softcap, alibi_slopes=alibi_slopes, window=window, sinks=sinks,
+        sink_logits=sink_logits, kv_start=kv_start, q_start=q_start, mask=mask, max_seq_len=max_seq_len, return_lse=return_lse, out=out,
+        workspace=workspace, config=config,
+    )  # fmt: skip
+    check_flag("deterministic", deterministic)
+    device = cache.device
+    if out is None:
+        out = torch.empty(*q.shape[:-1], cache.v_head_dim, dtype=q.dtype, device=device)
+    lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=device) if return_lse else None
+    if q.shape[0]:
+        launches = plan_decode(
+            q, cache, page_table, seq_lens, out, lse, arch_name(device), interpreting(), options,
+            max_seq_len=max_seq_len, workspace=workspace, deterministic=deterministic, config=config,
+        )  # fmt: skip
+        run_all(launches, device)
+    return out if lse is None else (out, lse)
+
+
+def check_decode(
+    q: torch.Tensor, cache: KVCache, page_table: torch.Tensor, seq_lens: torch.Tensor, *, scale: float | None, softcap: float | None,
+    alibi_slopes: torch.Tensor | None, window: int | None, sinks: int, sink_logits: torch.Tensor | None, kv_start: torch.Tensor | None,
+    q_start: torch.Tensor | None, mask: torch.Tensor | None, max_seq_len: int | None, return_lse: bool, out: torch.Tensor | None,
+    workspace: torch.Tensor | None, config: AttentionConfig | dict[str, Any] | None,
+) -> tuple[Options, AttentionConfig | None]:  # fmt: skip
+    """The options and the config of a call of decoding; each argument with its own error."""
     check_cache(cache)
     device = cache.device
     rows = ("num_seqs", "q_len") if isinstance(q, torch.Tensor) and q.dim() == 4 else ("num_seqs",)
     check_tensor("q", q, (*rows, "num_q_heads", cache.head_dim), FLOATS, device)
-    if cache.is_native and q.dtype not in (torch.float32, cache.k.dtype):
-        raise UnsupportedError(f"q: a {cache.k_format} cache needs q in {cache.k.dtype} or torch.float32, got {q.dtype}")
-    num_seqs, num_q_heads = q.shape[0], q.shape[-2]
+    check_queries(q, cache)
+    num_seqs = q.shape[0]
     q_len = q.shape[1] if q.dim() == 4 else 1
     if not 1 <= q_len <= MAX_Q_LEN:
         raise UnsupportedError(f"q: expected q_len from 1 to {MAX_Q_LEN}, got {q_len}")
-    group = num_q_heads // cache.num_kv_heads
-    if num_q_heads < 1 or num_q_heads % cache.num_kv_heads or group > MAX_GROUP:
-        raise UnsupportedError(
-            f"q: expected a multiple of num_kv_heads ({cache.num_kv_heads}) heads, at most {MAX_GROUP} for each, got {num_q_heads}"
-        )
-    check_tensor("page_table", page_table, (num_seqs, "max_pages"), INTEGERS, device)
+    check_table(page_table, num_seqs, cache.page_size, device)
     check_tensor("seq_lens", seq_lens, (num_seqs,), INTEGERS, device)
-    for name, starts in (("kv_start", kv_start), ("q_start", q_start)):
-        if starts is not None:
-            check_tensor(name, starts, (num_seqs,), INTEGERS, device)
-    if alibi_slopes is not None:
-        check_tensor("alibi_slopes", alibi_slopes, (num_q_heads,), (torch.float32,), device)
-    if sink_logits is not None:
-        check_tensor("sink_logits", sink_logits, (num_q_heads,), FLOATS, device)
-    scale = 1.0 / math.sqrt(cache.head_dim) if scale is None else check_number("scale", scale, zero=True)
-    if softcap is not None:
-        softcap = check_number("softcap", softcap, zero=False)
-    if window is not None:
-        window = check_int("window", window, 1)
-    sinks = check_int("sinks", sinks, 0)
+    options = check_options(
+        cache, num_seqs, q.shape[-2], scale, softcap, alibi_slopes, window, sinks, sink_logits, kv_start, q_start, mask
+    )
+    if mask is not None and mask.shape[1] < q_len:
+        raise ShapeError(f"mask: expected at least {q_len} tokens, q's, got {list(mask.shape)}")
     if max_seq_len is not None:
         check_int("max_seq_len", max_seq_len, 0)
     check_flag("return_lse", return_lse)
-    check_flag("deterministic", deterministic)
     if out is not None:
-        check_tensor("out", out, (*q.shape[:-1], cache.v_head_dim), tuple({q.dtype, torch.float32}), device)
-        if any(stride == 0 and size > 1 for size, stride in zip(out.shape, out.stride(), strict=True)):
-            raise ShapeError(f"out: rows must not share memory, got strides {out.stride()}")
+        check_out(out, (*q.shape[:-1], cache.v_head_dim), q.dtype, device)
+    if workspace is not None:
+        check_workspace(workspace, device)
     if config is not None:
-        config = DecodeConfig.of(config)
-    if page_table.shape[1] * cache.page_size > MAX_POSITION:
-        raise RangeError(f"page_table: expected at most 2^30 keys a sequence, got {page_table.shape[1]} pages of {cache.page_size}")
+        config = AttentionConfig.of(config)
     check_launchable(device)
     if checks_on():
-        check_pages(page_table, seq_lens, kv_start, q_start, q_len, window, sinks, cache)
-
-    if out is None:
-        out = torch.empty(*q.shape[:-1], cache.v_head_dim, dtype=q.dtype, device=device)
-    lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=device) if return_lse else None
-    if num_seqs:
-        launches = plan_decode(
-            q, cache, page_table, seq_lens, out, lse, arch_name(device), interpreting(), scale=scale, softcap=softcap,
-            alibi_slopes=alibi_slopes, window=window, sinks=sinks, sink_logits=sink_logits, kv_start=kv_start, q_start=q_start,
-            max_seq_len=max_seq_len, deterministic=deterministic, config=config,
-        )  # fmt: skip
-        for launch in launches:
-            launch.run(device)
-    return out if lse is None else (out, lse)
+        first = seq_lens - q_len + (0 if kv_start is None else kv_start) if q_start is None else q_start
+        check_pages("seq_lens", page_table, seq_lens, kv_start, first, first + q_len - 1, options.window, options.sinks, cache)
+    return options, config
 
 
 def plan_decode(
@@ -179,122 +179,61 @@ def plan_decode(
     out: torch.Tensor,
     lse: torch.Tensor | None,
     arch: str,
-    interpret: bool = False,
+    interpret: bool,
+    options: Options,
     *,
-    scale: float,
-    softcap: float | None = None,
-    alibi_slopes: torch.Tensor | None = None,
-    window: int | None = None,
-    sinks: int = 0,
-    sink_logits: torch.Tensor | None = None,
-    kv_start: torch.Tensor | None = None,
-    q_start: torch.Tensor | None = None,
     max_seq_len: int | None = None,
+    workspace: torch.Tensor | None = None,
     deterministic: bool = False,
-    config: DecodeConfig | None = None,
+    config: AttentionConfig | None = None,
 ) -> list[Launch]:
-    """The launches behind `paged_decode`: one, or a split one and its reduction, several times if need be. Arguments as there, checked."""
-    from tkv.kernels.decode import decode_kernel, reduce_kernel
-
+    """The launches behind `paged_decode`: one, or a split one and its merge, several times if need be. Arguments as there, checked."""
     if q.dim() == 3:
         q, out, lse = q.unsqueeze(1), out.unsqueeze(1), None if lse is None else lse.unsqueeze(1)
     num_seqs, q_len, num_q_heads, _ = q.shape
-    group = num_q_heads // cache.num_kv_heads
-    compute = compute_dtype(q.dtype, cache, arch)
-    if config is None:
-        config = default_decode(
-            arch, max(cache.head_dim, cache.v_head_dim), 8 * cache.k.element_size(), 8 * compute.itemsize, q_len * group, cache.page_size,
-            plain=window is None and softcap is None and alibi_slopes is None,
-        )  # fmt: skip
-
-    row_tiles = -(-q_len * group // config.block_m)
+    config = config or decode_config(q, cache, options, arch)
+    scratch = Scratch(workspace)
+    row_tiles = -(-q_len * num_q_heads // cache.num_kv_heads // config.block_m)
     num_programs = num_seqs * cache.num_kv_heads * row_tiles
     capacity, seq_bytes = page_table.shape[1] * cache.page_size, q_len * num_q_heads * (cache.v_head_dim + 1) * 4
     if deterministic:
-        splits, tiles, at_once = deterministic_plan(config, max_visible(capacity, None, q_len, window, sinks), seq_bytes)
+        splits, tiles, at_once = deterministic_plan(config, options.max_visible(capacity, None, q_len), seq_bytes, scratch.limit)
+        if workspace is not None and splits * seq_bytes > scratch.limit:
+            raise ShapeError(f"workspace: deterministic needs {splits * seq_bytes} bytes a sequence, got {scratch.limit}")
         if num_seqs > at_once:
             launches = []
             for first in range(0, num_seqs, at_once):
                 part = slice(first, first + at_once)
                 launches += plan_decode(
                     q[part], cache, page_table[part], seq_lens[part], out[part], None if lse is None else lse[part], arch, interpret,
-                    scale=scale, softcap=softcap, alibi_slopes=alibi_slopes, window=window, sinks=sinks, sink_logits=sink_logits,
-                    kv_start=None if kv_start is None else kv_start[part], q_start=None if q_start is None else q_start[part],
-                    deterministic=True, config=config,
+                    options.of(part), workspace=workspace, deterministic=True, config=config,
                 )  # fmt: skip
             return launches
     else:
-        keys = max_visible(capacity, max_seq_len, q_len, window, sinks)
-        splits, tiles = split_plan(config, num_programs, keys, num_sms(q.device), num_seqs * seq_bytes)
-    # One rounding more or less would show, so a deterministic result always goes through the reduction.
+        keys = options.max_visible(capacity, max_seq_len, q_len)
+        splits, tiles = split_plan(config, num_programs, keys, num_sms(q.device), num_seqs * seq_bytes, scratch.limit)
+    # One rounding more or less would show, so a deterministic result always goes through the merge.
     is_split = splits > 1 or deterministic
-    k_storage, v_storage = storages(cache)
-    target = target_for(arch, interpret)
-    limits = Limits(softcap=softcap or 0.0, window=window or 0, sinks=sinks)
-    attend = Attend(
-        PAGE_SIZE=cache.page_size,
-        BLOCK_N=config.block_n,
-        DTYPE=triton_dtype(compute),
-        LIFT=15 if compute == torch.float16 else 0,
-        HAS_WINDOW=window is not None,
-        HAS_SOFTCAP=softcap is not None,
-        HAS_ALIBI=alibi_slopes is not None,
-        ONE_POSITION=q_len == 1,
+    kernel = kernel_for(q.dtype, cache, options, config, arch, interpret, one_position=q_len == 1 and options.mask is None)
+    tree, launches = tree_of(options, q_len)
+    # Splits come first, so that the other strides do not change with their number.
+    parts = scratch.states((splits, num_seqs, q_len, num_q_heads), cache.v_head_dim, q.device) if is_split else None
+    work = Work("uniform", (num_programs, splits), num_seqs, q_len, row_tiles, max_splits=splits, min_tiles=tiles)
+    lengths = Lengths(seq_lens, options.kv_start, options.q_start)
+    results = results_of(out, lse)
+    launches.append(
+        launch_attention(
+            kernel, work, q, cache, page_table, lengths, options, NO_RESULTS if is_split else results, parts, tree=tree
+        )
     )
-    if not is_split:
-        parts, part_lse = out.unsqueeze(0), None if lse is None else lse.unsqueeze(0)
-    else:
-        # Splits come first, so that the other strides do not change with their number.
-        parts = torch.empty(splits, num_seqs, q_len, num_q_heads, cache.v_head_dim, dtype=torch.float32, device=q.device)
-        part_lse = torch.empty(splits, num_seqs, q_len, num_q_heads, dtype=torch.float32, device=q.device)
-    split_stride, *part_strides = parts.stride()[:4]
-    lse_split_stride, *part_lse_strides = (0, 0, 0, 0) if part_lse is None else part_lse.stride()
-    of_parts = (RowStrides(*part_strides), split_stride, RowStrides(*part_lse_strides), lse_split_stride)
-    decode = Launch(
-        decode_kernel,
-        (num_programs, splits),
-        (q, paged_words(cache), page_table, seq_lens, kv_start, q_start, alibi_slopes, sink_logits, parts, part_lse)
-        + (RowStrides(*q.stride()[:3]), page_table.stride(0), *of_parts)
-        + (cache.num_pages, page_table.shape[1], cache.num_kv_heads, group, q_len, row_tiles, splits, tiles, scale, limits)
-        + (config.block_m, is_split, attend, k_storage, v_storage, target),
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-        max_registers=config.max_registers,
-    )
-    if not is_split:
-        return [decode]
-    block_d = padded(cache.v_head_dim)
-    reduce = Launch(
-        reduce_kernel,
-        (num_seqs * q_len * num_q_heads,),
-        (parts, part_lse, seq_lens, kv_start, q_start, sink_logits, out, lse)
-        + (*of_parts, RowStrides(*out.stride()[:3]), RowStrides(*(lse.stride() if lse is not None else (0, 0, 0))))
-        + (page_table.shape[1], num_q_heads, q_len, splits, tiles, limits)
-        + (cache.v_head_dim, block_d, max(1, min(16, 2048 // block_d)), cache.page_size, config.block_n, window is not None, target),
-        num_warps=1 if block_d <= 128 else 2,
-        num_stages=1,
-    )
-    return [decode, reduce]
+    if parts is not None:
+        launches.append(launch_merge(parts, results, kernel.target, q_len, sink_logits=options.sink_logits))
+    return launches
 
 
-def compute_dtype(q_dtype: torch.dtype, cache: KVCache, arch: str) -> torch.dtype:
-    """The dtype of the dots' operands: float32 for a float32 q, q's own on a native cache, float16 on a quantised one.
-
-    A native float16 cache may hold subnormal numbers: float32 where the matrix unit would flush them.
-    """
-    if q_dtype == torch.float32 or (cache.k.dtype == torch.float16 and arch in FLUSHES_FP16):
-        return torch.float32
-    return q_dtype if cache.is_native else torch.float16
-
-
-def triton_dtype(dtype: torch.dtype) -> Any:
-    """Triton's name of a float dtype."""
-    import triton.language as tl
-
-    return {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}[dtype]
-
-
-def max_visible(capacity: int, max_seq_len: int | None, q_len: int, window: int | None, sinks: int) -> int:
-    """Most keys of a sequence that are visited, as far as the hint says."""
-    keys = capacity if max_seq_len is None else min(capacity, max_seq_len)
-    return keys if window is None else min(keys, window + q_len - 1 + sinks)
+def decode_config(q: torch.Tensor, cache: KVCache, options: Options, arch: str) -> AttentionConfig:
+    """The default config of decoding q [num_seqs, q_len, num_q_heads, head_dim]."""
+    return default_decode(
+        arch, max(cache.head_dim, cache.v_head_dim), 8 * cache.k.element_size(), 8 * compute_dtype(q.dtype, cache, arch).itemsize,
+        q.shape[1] * q.shape[2] // cache.num_kv_heads, cache.page_size, options.is_plain,
+    )  # fmt: skip

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 
 from tkv.errors import DTypeError, ShapeError
-from tkv.kernels.args import PartStrides
+from tkv.ops.attention import launch_merge, results_of
 from tkv.ops.checks import FLOATS, check_tensor
-from tkv.ops.launch import Launch, arch_name, check_launchable, interpreting, padded, target_for
+from tkv.ops.launch import Launch, arch_name, check_launchable, interpreting, target_for
 
 
 def merge_states(
@@ -52,22 +52,14 @@ def merge_states(
 
 
 def plan_merge(outs: torch.Tensor, lses: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, arch: str, interpret: bool = False) -> Launch:
-    """The launch behind `merge_states`."""
-    from tkv.kernels.merge import merge_kernel
-
+    """The launch behind `merge_states`: its rows are those of one sequence, of one head each."""
     parts, dim = outs.shape[0], outs.shape[-1]
-    outs, lses = outs.reshape(parts, -1, dim), lses.reshape(parts, -1)
+    outs, lses = outs.reshape(parts, 1, -1, 1, dim), lses.reshape(parts, 1, -1, 1)
     if outs.stride(-1) != 1:
         outs = outs.contiguous()
-    block_d = padded(dim)
-    return Launch(
-        merge_kernel,
-        (outs.shape[1],),
-        (outs, lses, out, lse, PartStrides(*outs.stride()[:2]), PartStrides(*lses.stride()), parts)
-        + (dim, block_d, max(1, min(16, 2048 // block_d)), target_for(arch, interpret)),
-        num_warps=1 if block_d <= 128 else 2,
-        num_stages=1,
-    )
+    rows = outs.shape[2]
+    results = results_of(out.reshape(1, rows, 1, dim), lse.reshape(1, rows, 1))
+    return launch_merge((outs, lses), results, target_for(arch, interpret), rows)
 
 
 def _stacked(name: str, states: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:

@@ -18,6 +18,7 @@ import torch
 
 from tkv.cache import KVCache
 from tkv.errors import UnsupportedError
+from tkv.ops.attention import Options
 from tkv.ops.copy import plan_copy
 from tkv.ops.decode import plan_decode
 from tkv.ops.launch import Launch
@@ -129,12 +130,15 @@ def launch_of(case: Case, arch: str, **overrides: Any) -> Launch:
         return plan_write(new, new, cache, torch.empty(NUM_SEQS, dtype=torch.int64, device="meta"), arch)
     q = empty(NUM_SEQS, case.q_len, num_q_heads, case.head_dim)
     table = torch.empty(NUM_SEQS, MAX_PAGES, dtype=torch.int32, device="meta")
-    options: dict[str, Any] = {"scale": 0.1, "window": 1000 if case.window else None, "sinks": 4 if case.window else 0}
-    if case.softcap:
-        options["softcap"] = 50.0
-    if case.alibi:
-        options["alibi_slopes"] = empty(num_q_heads, dtype=torch.float32)
-    launches = plan_decode(q, cache, table, lengths, empty(q.shape), empty(q.shape[:-1], dtype=torch.float32), arch, **options, **overrides)
+    options = Options(
+        scale=0.1,
+        window=1000 if case.window else None,
+        sinks=4 if case.window else 0,
+        softcap=50.0 if case.softcap else None,
+        alibi_slopes=empty(num_q_heads, dtype=torch.float32) if case.alibi else None,
+    )
+    lse = empty(q.shape[:-1], dtype=torch.float32)
+    launches = plan_decode(q, cache, table, lengths, empty(q.shape), lse, arch, False, options, **overrides)
     return launches[1 if case.op == "reduce" else 0]
 
 

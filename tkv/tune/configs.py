@@ -15,10 +15,13 @@ MAX_SCRATCH_BYTES = 256 << 20
 # Keys of a split where results must not depend on the rest of the batch.
 DETERMINISTIC_SPLIT_LEN = 1024
 
+# A level of a cascade costs a launch and a partial result: the keys that its largest group must save in return.
+MIN_KEYS_SAVED = 1024
+
 
 @dataclass(frozen=True)
-class DecodeConfig:
-    """How `paged_decode` is launched.
+class AttentionConfig:
+    """How an attention function is launched.
 
     Args:
         block_m: query rows (query rows x heads of a group) of a tile, a power of two of at least 16.
@@ -29,8 +32,8 @@ class DecodeConfig:
         max_registers: of a thread, NVIDIA only; None leaves it to ptxas, which may spill a few to fit more programs on an SM.
 
     Example:
-        >>> DecodeConfig(block_m=16, block_n=64, num_warps=4, num_stages=3)
-        DecodeConfig(block_m=16, block_n=64, num_warps=4, num_stages=3, split_len=None, max_registers=None)
+        >>> AttentionConfig(block_m=16, block_n=64, num_warps=4, num_stages=3)
+        AttentionConfig(block_m=16, block_n=64, num_warps=4, num_stages=3, split_len=None, max_registers=None)
     """
 
     block_m: int
@@ -53,7 +56,7 @@ class DecodeConfig:
             raise RangeError(f"config.max_registers: expected 32 to 255 or None, got {self.max_registers!r}")
 
     @classmethod
-    def of(cls, config: DecodeConfig | dict[str, Any]) -> DecodeConfig:
+    def of(cls, config: AttentionConfig | dict[str, Any]) -> AttentionConfig:
         """A config from itself or from a dict of its fields.
 
         Raises:
@@ -63,7 +66,7 @@ class DecodeConfig:
         if isinstance(config, cls):
             return config
         if not isinstance(config, dict):
-            raise DTypeError(f"config: expected a DecodeConfig or a dict of its fields, got {config!r}")
+            raise DTypeError(f"config: expected a AttentionConfig or a dict of its fields, got {config!r}")
         known = [field.name for field in fields(cls)]
         unknown = sorted(set(config) - set(known))
         missing = [name for name in known if name not in ("split_len", "max_registers", *config)]
@@ -73,7 +76,7 @@ class DecodeConfig:
 
 
 @lru_cache(maxsize=4096)
-def default_decode(arch: str, head_dim: int, bits: int, compute_bits: int, rows: int, page_size: int, plain: bool) -> DecodeConfig:
+def default_decode(arch: str, head_dim: int, bits: int, compute_bits: int, rows: int, page_size: int, plain: bool) -> AttentionConfig:
     """The analytic default of `paged_decode`.
 
     Args:
@@ -94,14 +97,14 @@ def default_decode(arch: str, head_dim: int, bits: int, compute_bits: int, rows:
     """
     wide = head_dim > 128
     if arch.startswith("gfx9"):
-        return DecodeConfig(block_m=16, block_n=16 if wide and compute_bits == 32 else 32, num_warps=4, num_stages=2)
+        return AttentionConfig(block_m=16, block_n=16 if wide and compute_bits == 32 else 32, num_warps=4, num_stages=2)
     if arch.startswith("gfx"):
         # Half the registers of gfx9: smaller tiles, and no second one in flight. float32 has no matrix unit, so more warps share it.
         block_n = 32 if head_dim <= 64 and compute_bits == 16 else 16
-        return DecodeConfig(block_m=16, block_n=block_n, num_warps=8 if compute_bits == 32 else 4, num_stages=1)
+        return AttentionConfig(block_m=16, block_n=block_n, num_warps=8 if compute_bits == 32 else 4, num_stages=1)
     if compute_bits == 32:
         # IEEE float32 products run on the scalar units and hold both operands in registers.
-        return DecodeConfig(16, 16, num_warps=8 if head_dim > 64 else 4, num_stages=1 if wide else 2, max_registers=255)
+        return AttentionConfig(16, 16, num_warps=8 if head_dim > 64 else 4, num_stages=1 if wide else 2, max_registers=255)
     block_m = 16 if wide or rows <= 16 else 32
     if wide:
         block_n = 64 if bits == 8 and not arch.startswith("sm12") else 32
@@ -112,34 +115,61 @@ def default_decode(arch: str, head_dim: int, bits: int, compute_bits: int, rows:
     else:
         # 128 keys of 128 native dims leave no registers for an option's arithmetic; a tile that lies in one page needs fewer instructions.
         block_n = 128 if head_dim == 64 or (head_dim == 128 and plain and page_size % 64) else 64
-    return DecodeConfig(block_m, block_n, num_warps=4, num_stages=2, max_registers=255)
+    return AttentionConfig(block_m, block_n, num_warps=4, num_stages=2, max_registers=255)
 
 
-def deterministic_plan(config: DecodeConfig, max_keys: int, seq_bytes: int) -> tuple[int, int, int]:
+@lru_cache(maxsize=4096)
+def default_prefill(arch: str, head_dim: int, bits: int, compute_bits: int, rows: int, fresh: bool) -> AttentionConfig:
+    """The analytic default of `prefix_prefill` and of the levels of `shared_prefix_decode`.
+
+    Args:
+        arch: architecture, as in ``tkv.tune.arch.ARCHS``.
+        head_dim: the larger head_dim of K and V.
+        bits: of a stored number.
+        compute_bits: of the dots' operands.
+        rows: query rows x heads of a group, of the longest sequence as far as hints say.
+        fresh: new keys and values come with the call.
+
+    Returns:
+        A config that fits the architecture's shared memory. Heads of a group are always rows of one tile: rows stand without gaps, so a
+        tile of 128 rows has 128 / group tokens, reads its keys once for all heads, and no group leaves rows idle.
+
+    Example:
+        >>> default_prefill("sm90", 128, bits=16, compute_bits=16, rows=8192, fresh=True).block_m
+        128
+    """
+    block_m = min(128, max(16, 1 << (rows - 1).bit_length()))
+    return AttentionConfig(block_m, 64, num_warps=8, num_stages=2, max_registers=255)
+
+
+def deterministic_plan(config: AttentionConfig, max_keys: int, seq_bytes: int, scratch_bytes: int) -> tuple[int, int, int]:
     """Splits of one length, whatever the batch: enough for every sequence that the table can hold.
 
     Args:
         config: the launch's config.
         max_keys: visible keys of the longest sequence that the table can hold, hints aside.
         seq_bytes: of the partial results of one split of one sequence.
+        scratch_bytes: that partial results of a launch may take.
 
     Returns:
-        (splits, tiles of a split, sequences of a launch within `MAX_SCRATCH_BYTES`).
+        (splits, tiles of a split, sequences of a launch, at least 1).
 
     Example:
-        >>> deterministic_plan(DecodeConfig(16, 64, 4, 2), max_keys=131072, seq_bytes=32 * 129 * 4)
+        >>> deterministic_plan(AttentionConfig(16, 64, 4, 2), max_keys=131072, seq_bytes=32 * 129 * 4, scratch_bytes=2**28)
         (128, 16, 127)
     """
     per_split = max(1, (config.split_len or DETERMINISTIC_SPLIT_LEN) // config.block_n)
     splits = max(1, -(-max_keys // (per_split * config.block_n)))
-    return splits, per_split, max(1, MAX_SCRATCH_BYTES // (splits * max(seq_bytes, 1)))
+    return splits, per_split, max(1, scratch_bytes // (splits * max(seq_bytes, 1)))
 
 
-def split_plan(config: DecodeConfig, num_programs: int, max_keys: int, num_sms: int, part_bytes: int) -> tuple[int, int]:
+def split_plan(
+    config: AttentionConfig, num_programs: int, max_keys: int, num_sms: int, part_bytes: int, scratch_bytes: int = MAX_SCRATCH_BYTES
+) -> tuple[int, int]:
     """How many splits to launch for, and the tiles of a split.
 
     A split's length is one for the whole batch; every sequence uses as many as its own length needs. It is chosen so that programs fill
-    the GPU a few times, is at most `MAX_SPLIT_LEN`, and grows where the partial results would take more than `MAX_SCRATCH_BYTES`.
+    the GPU a few times, is at most `MAX_SPLIT_LEN`, and grows where the partial results would take more memory than they may.
 
     Args:
         config: the launch's config.
@@ -147,12 +177,13 @@ def split_plan(config: DecodeConfig, num_programs: int, max_keys: int, num_sms: 
         max_keys: visible keys of the longest sequence, as far as hints say.
         num_sms: of the GPU.
         part_bytes: of the partial results of one split of every sequence.
+        scratch_bytes: that partial results may take.
 
     Returns:
         (splits, tiles of a split); splits is 1 where partial results are not needed.
 
     Example:
-        >>> config = DecodeConfig(16, 64, 4, 2)
+        >>> config = AttentionConfig(16, 64, 4, 2)
         >>> split_plan(config, num_programs=8, max_keys=32768, num_sms=132, part_bytes=4096)
         (64, 8)
     """
@@ -162,5 +193,5 @@ def split_plan(config: DecodeConfig, num_programs: int, max_keys: int, num_sms: 
     else:
         wanted = max(1, -(-4 * num_sms // num_programs))
         per_split = min(max(-(-tiles // wanted), -(-256 // config.block_n)), MAX_SPLIT_LEN // config.block_n)
-    splits = min(max(1, -(-tiles // per_split)), max(1, MAX_SCRATCH_BYTES // max(part_bytes, 1)), 65535)
+    splits = min(max(1, -(-tiles // per_split)), max(1, scratch_bytes // max(part_bytes, 1)), 65535)
     return splits, max(per_split, 1)

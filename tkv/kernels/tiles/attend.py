@@ -10,7 +10,7 @@ from tkv.kernels.tiles import codec
 from tkv.kernels.tiles.dots import dot, round_to
 from tkv.kernels.tiles.paging import locate, offsets_of
 from tkv.kernels.tiles.softmax import LOG2_E, softmax_step
-from tkv.kernels.tiles.visibility import seen_by_rows, seen_keys, tile_of
+from tkv.kernels.tiles.visibility import in_window, place_new_keys, seen_keys, tile_of
 
 
 @triton.jit
@@ -89,56 +89,103 @@ def start(BLOCK_M: tl.constexpr, V: tl.constexpr):
 
 @triton.jit
 def attend_tiles(
-    state, q, rows_scale, positions, slopes, cache, table_ptr, num_pages, head, kv_start, span, limits, first, last,
+    state, q, rows_scale, positions, slopes, tree, source, where, num_pages, head, kv_start, bounds, visits, limits,
+    first, last, gap_at, gap,
     MASKED: tl.constexpr, ATTEND: tl.constexpr, K: tl.constexpr, V: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """The state after visits first..last - 1 of a span.
+    """The state after visits first..last - 1 of a source of keys, or from `gap_at` on those `gap` later.
 
-    Args: q: planes [BLOCK_M, K.WIDTH]; rows_scale, positions, slopes: [BLOCK_M]; head: int64; span: see `visibility`;
-    MASKED: some row does not see some key of some visit.
+    Args: q: planes [BLOCK_M, K.WIDTH]; rows_scale, positions, slopes: [BLOCK_M]; head: int64; bounds, visits, tree: see `visibility`;
+    source, where: see `locate`; MASKED: some row does not see some key of some visit; otherwise there is no gap.
     """
     K_PLANES: tl.constexpr = K.PLANES
     best, total, acc, unit, peak = state
     for visit in range(first, last):
-        first_key = tile_of(visit, span) * ATTEND.BLOCK_N
+        if MASKED:
+            first_key = tile_of(visit + tl.where(visit >= gap_at, gap, 0), visits) * ATTEND.BLOCK_N
+        else:
+            first_key = (visit + (visits[2] - visits[1])) * ATTEND.BLOCK_N
         keys = first_key + tl.arange(0, ATTEND.BLOCK_N)
         if MASKED:
-            seen = seen_keys(keys, span)
+            seen = seen_keys(keys, bounds)
         else:
             seen = keys >= 0
-        pages, rows, seen = locate(first_key, seen, table_ptr, num_pages, ATTEND.PAGE_SIZE, ATTEND.BLOCK_N)
+        pages, rows, seen = locate(first_key, seen, where, num_pages, ATTEND.PAGE_SIZE, ATTEND.BLOCK_N)
 
-        words = load_words(cache.k, offsets_of(pages, rows, cache.k.strides), head, seen, True, K)
+        words = load_words(source.k, offsets_of(pages, rows, source.k.strides), head, seen, True, K)
         k = codec.unpack(words, ATTEND.DTYPE, K, TARGET)  # planes [K.WIDTH, BLOCK_N]
         x = tl.full([positions.shape[0], ATTEND.BLOCK_N], 0.0, tl.float32)
         for plane in tl.static_range(K_PLANES):
             x = dot(q[plane], k[plane], x, TARGET)
         if K.SCALE == "token_head":
-            x = x * load_scales(cache.k, pages, rows, head, seen)[None, :]
+            x = x * load_scales(source.k, pages, rows, head, seen)[None, :]
 
+        visible = seen[None, :]
+        key_positions = (keys + kv_start)[None, :]
+        if MASKED and not ATTEND.ONE_POSITION:
+            if ATTEND.HAS_TREE:
+                key_positions, allowed = place_new_keys(keys + kv_start, tree)
+                visible = visible & allowed
+            else:
+                visible = visible & (positions[:, None] >= key_positions)
+            if ATTEND.HAS_WINDOW:
+                visible = visible & in_window(positions[:, None] - key_positions, key_positions, limits.window, limits.sinks)
         scale = rows_scale
         if ATTEND.HAS_SOFTCAP or ATTEND.HAS_ALIBI:
             x = x * rows_scale[:, None]
             if ATTEND.HAS_SOFTCAP:
                 x = limits.softcap * LOG2_E * tanh(x / (limits.softcap * LOG2_E))
             if ATTEND.HAS_ALIBI:
-                distance = positions[:, None] - (keys + kv_start)[None, :]
-                x = x - slopes[:, None] * LOG2_E * distance.to(tl.float32)
+                x = x - slopes[:, None] * LOG2_E * (positions[:, None] - key_positions).to(tl.float32)
             scale = tl.full([positions.shape[0]], 1.0, tl.float32)
-        visible = seen[None, :]
-        if MASKED and not ATTEND.ONE_POSITION:
-            visible = visible & seen_by_rows(keys + kv_start, positions, limits.window, limits.sinks, ATTEND.HAS_WINDOW)
         x = tl.where(visible, x, -float("inf"))
         p, decay, best, total = softmax_step(x, best, total, scale, ATTEND.LIFT, K.SCALE == "token_head")
 
-        words = load_words(cache.v, offsets_of(pages, rows, cache.v.strides), head, seen, False, V)
+        words = load_words(source.v, offsets_of(pages, rows, source.v.strides), head, seen, False, V)
         v = codec.unpack(words, ATTEND.DTYPE, V, TARGET)  # planes [BLOCK_N, V.WIDTH]
         if V.SCALE == "token_head":
             # Scales ride on p, in units of about the tile's largest, so that p stays within fp16; a power of two loses no bit.
-            scales = load_scales(cache.v, pages, rows, head, seen)
+            scales = load_scales(source.v, pages, rows, head, seen)
             new_unit, peak = unit_for(scales, unit, peak)
             p = p * (scales * (1.0 / new_unit))[None, :]
             decay = decay * (unit * (1.0 / new_unit))
             unit = new_unit
         acc = accumulate(acc, decay, round_to(p, ATTEND.DTYPE, TARGET), v, V, TARGET)
     return best, total, acc, unit, peak
+
+
+@triton.jit
+def attend_source(
+    state, q, rows_scale, positions, slopes, tree, source, where, num_pages, head, kv_start, bounds, visits, full, limits, first, last,
+    ATTEND: tl.constexpr, K: tl.constexpr, V: tl.constexpr, TARGET: tl.constexpr,
+):  # fmt: skip
+    """The state after visits first..last - 1: the full ones without masks, then what is left of them on either side."""
+    last = tl.maximum(last, first)
+    full_from = tl.minimum(tl.maximum(full[0], first), last)
+    full_to = tl.minimum(tl.maximum(full[1], full_from), last)
+    state = attend_tiles(
+        state, q, rows_scale, positions, slopes, tree, source, where, num_pages, head, kv_start, bounds, visits, limits,
+        full_from, full_to, 0, 0, False, ATTEND, K, V, TARGET,
+    )  # fmt: skip
+    gap = full_to - full_from
+    return attend_tiles(
+        state, q, rows_scale, positions, slopes, tree, source, where, num_pages, head, kv_start, bounds, visits, limits,
+        first, last - gap, full_from, gap, True, ATTEND, K, V, TARGET,
+    )  # fmt: skip
+
+
+@triton.jit
+def score_unit(rows_scale, ATTEND: tl.constexpr):
+    """What takes the maxima of a state to log2 units: softcap and ALiBi have done it before."""
+    if ATTEND.HAS_SOFTCAP or ATTEND.HAS_ALIBI:
+        return tl.full([rows_scale.shape[0]], 1.0, tl.float32)
+    else:
+        return rows_scale
+
+
+@triton.jit
+def change_units(state, ratio, v_unit, V: tl.constexpr):
+    """A state as one of native keys and values: dims in their order, V in units of 1, maxima times `ratio`."""
+    best, total, acc, unit, _ = state
+    one = tl.full([], 1.0, tl.float32)
+    return best * ratio, total, (codec.natural(acc, V) * (unit * v_unit),), one, one

@@ -16,6 +16,15 @@ def plane_dims(PLANE: tl.constexpr, STORAGE: tl.constexpr):
 
 
 @triton.jit
+def natural(planes, STORAGE: tl.constexpr):
+    """Planes [BLOCK, WIDTH] as one tile [BLOCK, WIDTH * PLANES] with the head dims in their order."""
+    if STORAGE.PLANES == 1:
+        return planes[0]
+    else:
+        return tl.interleave(planes[0], planes[1])
+
+
+@triton.jit
 def round_even(x):
     """float32 |x| < 2^22 to the nearest integer, ties to even, as float32."""
     return (x + 12582912.0) - 12582912.0

@@ -1,26 +1,31 @@
-"""Logical keys of a paged sequence to offsets in its cache. Offsets are int64 before anything is multiplied."""
+"""Logical keys of a sequence to offsets in their tensors. Offsets are int64 before anything is multiplied."""
 
 import triton
 import triton.language as tl
 
 
 @triton.jit
-def locate(first_key, seen, table_ptr, num_pages, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+def locate(first_key, seen, where, num_pages, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
     """Pages of the keys from first_key on ([BLOCK_N], or [] for all), their rows there and which of the seen ones exist, [BLOCK_N].
 
-    `first_key` is a multiple of BLOCK_N and the tile holds a seen key. A page id outside of the cache is skipped.
+    `first_key` is a multiple of BLOCK_N and the tile holds a seen key. A page id outside of the cache is skipped. `where` points to the
+    sequence's row of the page table; with PAGE_SIZE 0 the keys are not paged, and `where` is the row of key 0.
     """
-    if PAGE_SIZE % BLOCK_N == 0:
-        # The whole tile lies in one page.
-        pages = tl.load(table_ptr + first_key // PAGE_SIZE).to(tl.int64)
-        rows = first_key % PAGE_SIZE + tl.arange(0, BLOCK_N)
-        exists = tl.full([BLOCK_N], 0, tl.int64) + pages
+    if PAGE_SIZE == 0:
+        rows = first_key + tl.arange(0, BLOCK_N)
+        return where, rows.to(tl.int64), seen
     else:
-        keys = first_key + tl.arange(0, BLOCK_N)
-        pages = tl.load(table_ptr + keys // PAGE_SIZE, mask=seen, other=-1).to(tl.int64)
-        rows = keys % PAGE_SIZE
-        exists = pages
-    return pages, rows.to(tl.int64), seen & (exists >= 0) & (exists < num_pages)
+        if PAGE_SIZE % BLOCK_N == 0:
+            # The whole tile lies in one page.
+            pages = tl.load(where + first_key // PAGE_SIZE).to(tl.int64)
+            rows = first_key % PAGE_SIZE + tl.arange(0, BLOCK_N)
+            exists = tl.full([BLOCK_N], 0, tl.int64) + pages
+        else:
+            keys = first_key + tl.arange(0, BLOCK_N)
+            pages = tl.load(where + keys // PAGE_SIZE, mask=seen, other=-1).to(tl.int64)
+            rows = keys % PAGE_SIZE
+            exists = pages
+        return pages, rows.to(tl.int64), seen & (exists >= 0) & (exists < num_pages)
 
 
 @triton.jit

@@ -1,14 +1,13 @@
-"""Which keys a query sees: positions to tile ranges and masks.
+"""Which keys a block of query rows sees: positions to ranges of tiles, and masks.
 
-Logical key j of a call has position ``kv_start + j``; a query at position p sees it iff ``position <= p`` and, with a window,
-``p - position < window or position < sinks``. A *span* is what the query rows of positions first..last see between them:
+Logical key j of a source has position ``kv_start + j``; a query at position p sees it iff ``position <= p`` and, with a window,
+``p - position < window or position < sinks``. Keys before `skip` belong to another call.
 
-    end          keys from here on are seen by no row
-    window_from  keys before this one are left of every row's window ...
-    sink_end     ... and only those before this one are still seen, as sink tokens
-    sink_tiles   tiles [0, sink_tiles) hold the sink tokens
-    window_tile  tiles from window_tile on hold the windows
-    tiles        tiles to visit in all: *visit* i is tile i, or from sink_tiles on tile i - sink_tiles + window_tile
+*bounds*  (begin, sink_end, window_from, end): some row may see keys of [begin, sink_end), which are sink tokens left of every row's
+          window, and of [window_from, end); no row sees another.
+*visits*  (sink_tile, sink_tiles, window_tile, tiles): what the loop runs over. Visits 0..sink_tiles - 1 are tiles from sink_tile on, the
+          others tiles from window_tile on; there are `tiles` of them.
+*full*    (from, to): visits of the second kind that hold only keys that every row sees: they need no mask.
 """
 
 import triton
@@ -16,45 +15,103 @@ import triton.language as tl
 
 
 @triton.jit
-def span_of(num_keys, kv_start, first, last, window, sinks, BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr):
-    """The span of query rows at positions first..last over a sequence's keys 0..num_keys - 1."""
+def bounds_of(num_keys, kv_start, skip, first, last, window, sinks, HAS_WINDOW: tl.constexpr):
+    """The bounds of query rows at positions first..last over keys 0..num_keys - 1."""
     end = tl.maximum(tl.minimum(num_keys, last - kv_start + 1), 0)
+    begin = tl.minimum(skip, end)
     if HAS_WINDOW:
-        window_from = tl.minimum(tl.maximum(first - window + 1 - kv_start, 0), end)
-        sink_end = tl.minimum(tl.maximum(sinks - kv_start, 0), window_from)
+        window_from = tl.minimum(tl.maximum(first - window + 1 - kv_start, begin), end)
+        sink_end = tl.minimum(tl.maximum(sinks - kv_start, begin), window_from)
     else:
-        window_from = end * 0
-        sink_end = end * 0
-    sink_tiles = tl.cdiv(sink_end, BLOCK_N)
-    window_tile = tl.maximum(window_from // BLOCK_N, sink_tiles)
-    in_windows = tl.maximum(tl.cdiv(end, BLOCK_N) - window_tile, 0)
-    tiles = sink_tiles + tl.where(window_from < end, in_windows, 0)
-    return (end, window_from, sink_end, sink_tiles, window_tile, tiles)
+        window_from = begin
+        sink_end = begin
+    return begin, sink_end, window_from, end
 
 
 @triton.jit
-def tile_of(visit, span):
-    """The tile of a visit."""
-    return tl.where(visit < span[3], visit, visit - span[3] + span[4])
+def visits_of(bounds, BLOCK_N: tl.constexpr):
+    """The visits of these bounds."""
+    begin, sink_end, window_from, end = bounds
+    sink_tile = begin // BLOCK_N
+    sink_tiles = tl.where(begin < sink_end, tl.cdiv(sink_end, BLOCK_N) - sink_tile, 0)
+    window_tile = tl.maximum(window_from // BLOCK_N, sink_tile + sink_tiles)
+    in_windows = tl.where(window_from < end, tl.maximum(tl.cdiv(end, BLOCK_N) - window_tile, 0), 0)
+    return sink_tile, sink_tiles, window_tile, sink_tiles + in_windows
 
 
 @triton.jit
-def full_tiles(num_keys, kv_start, first, BLOCK_N: tl.constexpr):
-    """How many leading tiles hold only keys that all rows from position `first` on see, without a window; they need no mask."""
-    return tl.maximum(tl.minimum(num_keys, first - kv_start + 1), 0) // BLOCK_N
-
-
-@triton.jit
-def seen_keys(keys, span):
-    """Which keys some row of the span sees, [BLOCK_N]."""
-    return (keys < span[0]) & ((keys >= span[1]) | (keys < span[2]))
-
-
-@triton.jit
-def seen_by_rows(key_positions, positions, window, sinks, HAS_WINDOW: tl.constexpr):
-    """Which keys each row sees, as far as positions say, [BLOCK_M, BLOCK_N]."""
-    distance = positions[:, None] - key_positions[None, :]
-    seen = distance >= 0
+def full_of(visits, num_keys, kv_start, skip, first, last, window, BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr):
+    """The full visits of rows at positions first..last."""
+    _, sink_tiles, window_tile, _ = visits
+    low = skip
     if HAS_WINDOW:
-        seen = seen & ((distance < window) | (key_positions < sinks)[None, :])
-    return seen
+        low = tl.maximum(last - window + 1 - kv_start, skip)
+    high = tl.maximum(tl.minimum(num_keys, first - kv_start + 1), 0)
+    full_from = tl.maximum(tl.cdiv(low, BLOCK_N) - window_tile, 0) + sink_tiles
+    return full_from, tl.maximum(high // BLOCK_N - window_tile + sink_tiles, full_from)
+
+
+@triton.jit
+def tile_of(visit, visits):
+    """The tile of a visit."""
+    sink_tile, sink_tiles, window_tile, _ = visits
+    return visit + tl.where(visit < sink_tiles, sink_tile, window_tile - sink_tiles)
+
+
+@triton.jit
+def seen_keys(keys, bounds):
+    """Which keys some row may see, [BLOCK_N]."""
+    begin, sink_end, window_from, end = bounds
+    return ((keys >= window_from) & (keys < end)) | ((keys >= begin) & (keys < sink_end))
+
+
+@triton.jit
+def in_window(distance, key_positions, window, sinks):
+    """Whether keys at that distance from a query are in its window, or sink tokens."""
+    return (distance < window) | (key_positions < sinks)
+
+
+@triton.jit
+def place_new_keys(key_positions, tree):
+    """Where each row sees which keys of a tile in tree attention: (their positions, whether the tree lets it), [BLOCK_M, BLOCK_N].
+
+    New key c, the one at position ``q_start + c``, stands at the depth of its branch, and only its descendants see it.
+    """
+    mask_ptr, mask_rows, depth_ptr, depth_rows, q_starts, num_new = tree
+    new = key_positions[None, :] - q_starts[:, None]
+    in_tree = (new >= 0) & (new < num_new)
+    allowed = tl.load(mask_ptr + (mask_rows[:, None] + new), mask=in_tree, other=0) != 0
+    depth = tl.load(depth_ptr + (depth_rows[:, None] + new), mask=in_tree, other=0)
+    positions = tl.where(new >= 0, q_starts[:, None] + depth, key_positions[None, :])
+    return positions, allowed | (new < 0)
+
+
+@triton.jit
+def span_of_rows(positions, in_rows):
+    """The span (see `view_of`) of rows at any positions."""
+    first = tl.min(tl.where(in_rows, positions, 2147483647), axis=0)
+    last = tl.max(tl.where(in_rows, positions, -2147483648), axis=0)
+    return first, last, first, last
+
+
+@triton.jit
+def span_of_tree(q_starts, positions, in_rows, num_new, window, HAS_WINDOW: tl.constexpr):
+    """The span of rows of trees: of keys from `q_start` on every one is seen by some row, and none by every row."""
+    first_start, last_start, _, _ = span_of_rows(q_starts, in_rows)
+    first, last, _, _ = span_of_rows(positions, in_rows)
+    if HAS_WINDOW:
+        first = tl.minimum(first, first_start + (window - 1))
+    return first, last_start + num_new - 1, first_start - 1, last
+
+
+@triton.jit
+def view_of(num_keys, kv_start, skip, span, limits, BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr):
+    """(bounds, visits, full) of a block of rows over a source of keys; `span` is (first, last, first_full, last_full).
+
+    Keys are seen by some row as by rows at positions first..last, and by every row as by rows at first_full..last_full.
+    """
+    first, last, first_full, last_full = span
+    bounds = bounds_of(num_keys, kv_start, skip, first, last, limits.window, limits.sinks, HAS_WINDOW)
+    visits = visits_of(bounds, BLOCK_N)
+    full = full_of(visits, num_keys, kv_start, skip, first_full, last_full, limits.window, BLOCK_N, HAS_WINDOW)
+    return bounds, visits, full

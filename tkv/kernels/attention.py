@@ -1,0 +1,180 @@
+"""Attention of new query rows over paged keys, and over new keys beside them: decode, prefill and the levels of a cascade."""
+
+import triton
+import triton.language as tl
+
+from tkv.kernels.tiles import codec
+from tkv.kernels.tiles.attend import attend_source, change_units, score_unit, start
+from tkv.kernels.tiles.rows import load_position, load_query, ragged_program, row_offsets, stacked_program, store_planes, uniform_program
+from tkv.kernels.tiles.softmax import add_sink, lse_of
+from tkv.kernels.tiles.visibility import span_of_rows, span_of_tree, view_of
+
+
+@triton.jit
+def split_of(tiles, max_splits, min_tiles):
+    """(tiles of a split, number of splits) of rows with that many tiles to visit.
+
+    Their own number decides; a split is longer than `min_tiles` where fewer than `max_splits` could not cover them.
+    """
+    per_split = tl.maximum(tl.cdiv(tiles, max_splits), min_tiles)
+    return per_split, tl.cdiv(tiles, per_split)
+
+
+@triton.jit
+def load_starts(lengths, seqs, q_len, IS_RAGGED: tl.constexpr):
+    """(number of keys, position of key 0, position of query row 0) of sequences."""
+    num_keys = load_position(lengths.keys_ptr + seqs)
+    kv_start = num_keys * 0
+    if lengths.kv_start_ptr is not None:
+        kv_start = load_position(lengths.kv_start_ptr + seqs)
+    q_start = num_keys + kv_start
+    if not IS_RAGGED:
+        q_start -= q_len
+    if lengths.q_start_ptr is not None:
+        q_start = load_position(lengths.q_start_ptr + seqs)
+    return num_keys, kv_start, q_start
+
+
+# Sizes that change from step to step: a new one must not compile a new kernel.
+_CHANGING = ["table_stride", "part_stride", "part_lse_stride", "num_pages", "table_width", "num_seqs", "num_rows"]
+_CHANGING += ["num_tiles", "max_splits", "min_tiles", "split_q_len", "split_tiles"]
+
+
+@triton.jit(do_not_specialize=_CHANGING)
+def attention_kernel(
+    q_ptr, cache, fresh, page_table_ptr, lengths, cu_seqlens_ptr, level, tree, alibi_slopes_ptr, sink_logits_ptr, results, parts,
+    q_strides, table_stride, part_stride, part_lse_stride,
+    num_pages, table_width, num_seqs, num_rows, num_kv_heads, group, q_len, num_tiles, max_splits, min_tiles, split_q_len, split_tiles,
+    scale, limits,
+    BLOCK_M: tl.constexpr, ROWS: tl.constexpr, ADD_NEW: tl.constexpr, ATTEND: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    FRESH: tl.constexpr, FRESH_K: tl.constexpr, FRESH_V: tl.constexpr, TARGET: tl.constexpr,
+):  # fmt: skip
+    """One program: BLOCK_M rows (see `tiles.rows`) of one sequence or group and KV head, over one split of their keys.
+
+    Without splits the rows' results are final. Else they are parts, [split, ...], which `merge_kernel` joins; of ragged rows only
+    sequences of up to `split_q_len` are split. With `fresh`, keys and values [row, head, dim] beside the cached ones are attended to too.
+    """
+    # Which rows, and which split of their keys.
+    if ROWS == "uniform":
+        seq, row_tile, head, split, first_row, num_new = uniform_program(num_tiles, num_kv_heads, q_len)
+        num_rows = q_len
+    elif ROWS == "stacked":
+        seq, row_tile, head, split, first_row, members = stacked_program(cu_seqlens_ptr, num_seqs, num_kv_heads, q_len * group, BLOCK_M)
+        num_rows = members * q_len
+        num_new = q_len
+    else:
+        seq, row_tile, head, split, first_row, num_new = ragged_program(
+            cu_seqlens_ptr, num_seqs, num_rows, num_tiles, num_kv_heads, group, max_splits, split_q_len, split_tiles, BLOCK_M
+        )
+        num_rows = num_new
+    if row_tile * BLOCK_M >= num_rows * group:
+        return
+    head = head.to(tl.int64)
+    rows = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    in_rows = rows < num_rows * group
+    q_rows = tl.minimum(rows // group, num_rows - 1)
+    q_heads = head * group + rows % group
+
+    # Where they stand, and which keys they see.
+    skip = seq * 0
+    if ROWS == "stacked":
+        seqs = tl.load(level.members_ptr + first_row + q_rows // q_len)
+        q_rows = q_rows % q_len
+        first_row = 0
+        _, _, q_start = load_starts(lengths, seqs, q_len, False)
+        num_keys = load_position(level.group_lens_ptr + seq)
+        kv_start = load_position(level.group_starts_ptr + seq)
+        # One row of each sequence says how far it is covered.
+        tl.store(level.cover_ptr + seqs, kv_start + num_keys, mask=in_rows & (q_rows + rows % group + head + split == 0))
+    else:
+        seqs = tl.minimum(seq, num_seqs - 1).to(tl.int64)
+        num_keys, kv_start, q_start = load_starts(lengths, seqs, num_new, ROWS == "ragged")
+        if ADD_NEW:
+            num_keys += num_new
+        if ROWS == "ragged":
+            num_keys = tl.where(seq < num_seqs, num_keys, 0)
+        if level.cover_ptr is not None:
+            skip = tl.maximum(load_position(level.cover_ptr + seqs) - kv_start, 0)
+    num_keys = tl.maximum(tl.minimum(num_keys, table_width * ATTEND.PAGE_SIZE), 0)
+    q_starts = tl.zeros([BLOCK_M], tl.int32) + q_start
+    positions = q_starts + q_rows
+    tree_rows = (tree.mask_ptr, rows, tree.depth_ptr, rows, q_starts, num_new)
+    if ATTEND.HAS_TREE:
+        mask_rows = row_offsets(tree.strides, seqs, q_rows, 0)
+        depth_rows = tl.zeros([BLOCK_M], tl.int64) + seqs.to(tl.int64) * tree.depth_stride
+        positions = q_starts + tl.load(tree.depth_ptr + (depth_rows + q_rows))
+        tree_rows = (tree.mask_ptr, mask_rows, tree.depth_ptr, depth_rows, q_starts, num_new)
+        span = span_of_tree(q_starts, positions, in_rows, num_new, limits.window, ATTEND.HAS_WINDOW)
+    elif ROWS == "stacked":
+        span = span_of_rows(positions, in_rows)
+    else:
+        first = q_start + row_tile * BLOCK_M // group
+        last = q_start + tl.minimum((row_tile * BLOCK_M + BLOCK_M - 1) // group, num_new - 1)
+        span = (first, last, first, last)
+    bounds, visits, full = view_of(num_keys, kv_start, skip, span, limits, ATTEND.BLOCK_N, ATTEND.HAS_WINDOW)
+    cached_tiles = visits[3]
+    tiles = cached_tiles
+    if fresh is not None:
+        num_fresh = tl.where(seq < num_seqs, num_new, 0)
+        fresh_bounds, fresh_visits, fresh_full = view_of(num_fresh, q_start, 0, span, limits, FRESH.BLOCK_N, FRESH.HAS_WINDOW)
+        tiles += fresh_visits[3]
+
+    begin = tiles * 0
+    stop = tiles
+    part_rows = num_rows * group
+    if parts.out_ptr is not None:
+        if ROWS == "ragged":
+            is_part = (num_new <= split_q_len) & (seq < num_seqs)
+            max_splits = tl.where(is_part, max_splits, 1)
+            part_rows = tl.where(is_part, part_rows, 0)
+        per_split, num_splits = split_of(tiles, max_splits, min_tiles)
+        begin = split * per_split
+        stop = tl.minimum(begin + per_split, tiles)
+        if (split >= num_splits) & (part_rows > 0):
+            nothing = tl.full([BLOCK_M], -float("inf"), tl.float32)
+            part_lse_ptr = parts.lse_ptr + split.to(tl.int64) * part_lse_stride
+            tl.store(part_lse_ptr + row_offsets(parts.lse_strides, seqs, q_rows, q_heads), nothing, mask=rows < part_rows)
+            return
+
+    slopes = tl.zeros([BLOCK_M], tl.float32)
+    if ATTEND.HAS_ALIBI:
+        slopes = tl.load(alibi_slopes_ptr + q_heads, mask=in_rows, other=0.0)
+    q_row_ptrs = q_ptr + row_offsets(q_strides, seqs, first_row + q_rows, q_heads)
+    q, raw_scale = load_query(q_row_ptrs, in_rows, scale, cache.k.scale_ptr, ATTEND.DTYPE, K, TARGET)
+    state = attend_source(
+        start(BLOCK_M, V), q, raw_scale, positions, slopes, tree_rows, cache, page_table_ptr + seq.to(tl.int64) * table_stride, num_pages,
+        head, kv_start, bounds, visits, full, limits, begin, tl.minimum(stop, cached_tiles), ATTEND, K, V, TARGET,
+    )  # fmt: skip
+    v_unit = codec.unit(V, TARGET) * tl.full([], 1.0, tl.float32)
+    if V.SCALE == "tensor":
+        v_unit *= tl.load(cache.v.scale_ptr)
+    if fresh is not None:
+        if K.PLANES > 1 or V.PLANES > 1:
+            q, fresh_scale = load_query(q_row_ptrs, in_rows, scale, None, FRESH.DTYPE, FRESH_K, TARGET)
+            state = change_units(state, score_unit(raw_scale, ATTEND) / score_unit(fresh_scale, ATTEND), v_unit, V)
+            raw_scale = fresh_scale
+            v_unit = tl.full([], 1.0, tl.float32)
+        state = attend_source(
+            state, q, raw_scale, positions, slopes, tree_rows, fresh, first_row, num_pages,
+            head, q_start, fresh_bounds, fresh_visits, fresh_full, limits, tl.maximum(begin - cached_tiles, 0), stop - cached_tiles,
+            FRESH, FRESH_K, FRESH_V, TARGET,
+        )  # fmt: skip
+
+    best, total, acc, unit, _ = state
+    lse = lse_of(best, total, score_unit(raw_scale, ATTEND), ATTEND.LIFT)
+    factor = unit * v_unit / tl.where(total != 0, total, 1.0)
+    if parts.out_ptr is not None:
+        # head_dim is a multiple of 8, and so is what lies between parts.
+        part_ptr = parts.out_ptr + tl.multiple_of(split.to(tl.int64) * part_stride, 8)
+        store_planes(part_ptr + row_offsets(parts.out_strides, seqs, q_rows, q_heads), acc, factor, rows < part_rows, FRESH_V, TARGET)
+        part_lse_ptr = parts.lse_ptr + split.to(tl.int64) * part_lse_stride
+        tl.store(part_lse_ptr + row_offsets(parts.lse_strides, seqs, q_rows, q_heads), lse, mask=rows < part_rows)
+        in_rows = in_rows & (rows >= part_rows)
+    if results.out_ptr is not None:
+        if sink_logits_ptr is not None:
+            lse, shrink = add_sink(lse, tl.load(sink_logits_ptr + q_heads, mask=in_rows, other=0.0).to(tl.float32))
+            factor = factor * shrink
+        out_offsets = row_offsets(results.out_strides, seqs, first_row + q_rows, q_heads)
+        store_planes(results.out_ptr + out_offsets, acc, factor, in_rows, FRESH_V, TARGET)
+        if results.lse_ptr is not None:
+            tl.store(results.lse_ptr + row_offsets(results.lse_strides, seqs, first_row + q_rows, q_heads), lse, mask=in_rows)

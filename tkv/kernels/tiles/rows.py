@@ -1,0 +1,128 @@
+"""Which query rows a program computes: rows of a tile are query rows x heads of a group, heads fastest, without gaps.
+
+UNIFORM: every sequence has q_len query rows. RAGGED: sequence s has those from ``cu_seqlens[s]`` to ``cu_seqlens[s + 1]``. STACKED: the
+rows of all sequences of a group, which share keys, stand in one block.
+"""
+
+import triton
+import triton.language as tl
+
+from tkv.kernels.tiles import codec
+from tkv.kernels.tiles.dots import round_to
+from tkv.kernels.tiles.softmax import LOG2_E
+
+
+@triton.jit
+def load_position(ptr):
+    """Lengths or positions as int32, cut to +-2^30: sums of two stay within int32."""
+    return tl.minimum(tl.maximum(tl.load(ptr), -1073741824), 1073741823).to(tl.int32)
+
+
+@triton.jit
+def find_sequence(tile, starts_ptr, count, rows_each, BLOCK_M: tl.constexpr):
+    """(sequence that a tile of rows belongs to, its tile there). Sequence s has `rows_each` rows for each of ``starts[s]..starts[s + 1]``.
+
+    Its tiles begin at ``starts[s] * rows_each // BLOCK_M + s``, which leaves room for the ends of all before it. `count` stands for
+    what comes behind the last sequence.
+    """
+    base = tl.load(starts_ptr).to(tl.int64)
+    low = tl.program_id(0) * 0
+    high = low + count
+    while low < high:
+        middle = (low + high + 1) // 2
+        begins = ((tl.load(starts_ptr + middle) - base) * rows_each // BLOCK_M + middle) <= tile
+        low = tl.where(begins, middle, low)
+        high = tl.where(begins, high, middle - 1)
+    first = (tl.load(starts_ptr + low) - base) * rows_each // BLOCK_M + low
+    return low, (tile - first).to(tl.int32)
+
+
+@triton.jit
+def uniform_program(num_tiles, num_kv_heads, q_len):
+    """(sequence, tile of its rows, KV head, split, its first row, its number of query rows) of this program."""
+    row_tile = tl.program_id(0) % num_tiles
+    head = tl.program_id(0) // num_tiles % num_kv_heads
+    return tl.program_id(0) // num_tiles // num_kv_heads, row_tile, head, tl.program_id(1), 0, q_len
+
+
+@triton.jit
+def stacked_program(starts_ptr, num_groups, num_kv_heads, rows_each, BLOCK_M: tl.constexpr):
+    """The same for the stacked rows of a group; its first row and number of rows are those of its members."""
+    group, row_tile = find_sequence(tl.program_id(0) // num_kv_heads, starts_ptr, num_groups - 1, rows_each, BLOCK_M)
+    first = tl.load(starts_ptr + group).to(tl.int64)
+    members = (tl.load(starts_ptr + group + 1) - first).to(tl.int32)
+    return group, row_tile, tl.program_id(0) % num_kv_heads, tl.program_id(1), first, members
+
+
+@triton.jit
+def ragged_program(
+    cu_seqlens_ptr, num_seqs, num_rows, num_tiles, num_kv_heads, group, max_splits, split_q_len, split_tiles, BLOCK_M: tl.constexpr
+):
+    """The same for ragged rows, `num_rows` in all; those behind the last sequence are rows of sequence `num_seqs`.
+
+    The first `num_tiles` programs of a head are all tiles, each over its first split. The others are the further splits of sequences of up
+    to `split_q_len` rows; for a longer one they have no rows.
+    """
+    head = tl.program_id(0) % num_kv_heads
+    program = tl.program_id(0) // num_kv_heads
+    if program < num_tiles:
+        # The last rows see most keys: they begin first.
+        seq, row_tile = find_sequence(num_tiles - 1 - program, cu_seqlens_ptr, num_seqs, group, BLOCK_M)
+        split = program * 0
+        longest = program * 0 + 2147483647
+    else:
+        split = (program - num_tiles) % (max_splits - 1) + 1
+        row_tile = (program - num_tiles) // (max_splits - 1) % split_tiles
+        seq = (program - num_tiles) // (max_splits - 1) // split_tiles
+        longest = program * 0 + split_q_len
+    first = tl.load(cu_seqlens_ptr + seq).to(tl.int64)
+    end = tl.load(cu_seqlens_ptr + seq + 1, mask=seq < num_seqs, other=num_rows)
+    q_len = (end - first).to(tl.int32)
+    return seq, row_tile, head, split, first, tl.where(q_len > longest, 0, q_len)
+
+
+@triton.jit
+def load_query(
+    q_ptr, in_rows, scale, k_scale_ptr,
+    DTYPE: tl.constexpr, K: tl.constexpr, TARGET: tl.constexpr,
+):  # fmt: skip
+    """Planes of q in the dots' dtype, and what takes their raw scores to log2 units, [BLOCK_M].
+
+    For an 8-bit cache q is computed with in fp16: each row is brought to [2^14, 2^15) by a power of two, which loses nothing.
+    """
+    factor = (tl.zeros([in_rows.shape[0]], tl.float32) + scale).to(tl.float32) * (LOG2_E * codec.unit(K, TARGET))
+    if K.SCALE == "tensor":
+        factor = factor * tl.load(k_scale_ptr)
+    if K.PLANES == 1:
+        dims = codec.plane_dims(0, K)
+        q = tl.load(q_ptr[:, None] + dims[None, :], mask=in_rows[:, None] & (dims < K.DIM)[None, :], other=0.0)
+        return (q.to(DTYPE),), tl.maximum(factor, 1.2e-38)
+    else:
+        low = codec.plane_dims(0, K)
+        high = codec.plane_dims(1, K)
+        q_low = tl.load(q_ptr[:, None] + low[None, :], mask=in_rows[:, None] & (low < K.DIM)[None, :], other=0.0).to(tl.float32)
+        q_high = tl.load(q_ptr[:, None] + high[None, :], mask=in_rows[:, None] & (high < K.DIM)[None, :], other=0.0).to(tl.float32)
+        if DTYPE == tl.float16:
+            largest = tl.maximum(tl.max(tl.abs(q_low), axis=1), tl.max(tl.abs(q_high), axis=1))
+            exponent = tl.minimum(tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, 1), 253)
+            up = ((254 - exponent) << 23).to(tl.float32, bitcast=True)  # 2^-exponent
+            q_low = q_low * up[:, None] * 16384.0
+            q_high = q_high * up[:, None] * 16384.0
+            factor = factor * (exponent << 23).to(tl.float32, bitcast=True) * (1.0 / 16384.0)
+        return (q_low.to(DTYPE), q_high.to(DTYPE)), tl.maximum(factor, 1.2e-38)
+
+
+@triton.jit
+def store_planes(out_rows, acc, factor, in_rows, V: tl.constexpr, TARGET: tl.constexpr):
+    """Write the rows' outputs, `acc` times `factor`, through pointers to their dim 0."""
+    V_PLANES: tl.constexpr = V.PLANES
+    for plane in tl.static_range(V_PLANES):
+        dims = codec.plane_dims(plane, V)
+        out = round_to(acc[plane] * factor[:, None], out_rows.dtype.element_ty, TARGET)
+        tl.store(out_rows[:, None] + dims[None, :], out, mask=in_rows[:, None] & (dims < V.DIM)[None, :])
+
+
+@triton.jit
+def row_offsets(strides, seqs, rows, heads):
+    """Offsets of rows in ``[seq, row, head, ...]``."""
+    return seqs.to(tl.int64) * strides.seq + rows.to(tl.int64) * strides.row + heads * strides.head
