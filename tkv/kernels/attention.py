@@ -5,7 +5,16 @@ import triton.language as tl
 
 from tkv.kernels.tiles import codec
 from tkv.kernels.tiles.attend import attend_source, change_units, score_unit, start
-from tkv.kernels.tiles.rows import load_position, load_query, ragged_program, row_offsets, stacked_program, store_planes, uniform_program
+from tkv.kernels.tiles.rows import (
+    load_position,
+    load_query,
+    ragged_program,
+    row_offsets,
+    rows_of,
+    stacked_program,
+    store_planes,
+    uniform_program,
+)
 from tkv.kernels.tiles.softmax import add_sink, lse_of
 from tkv.kernels.tiles.visibility import span_of_rows, span_of_tree, view_of
 
@@ -37,7 +46,7 @@ def load_starts(lengths, seqs, q_len, IS_RAGGED: tl.constexpr):
 
 # Sizes that change from step to step: a new one must not compile a new kernel.
 _CHANGING = ["table_stride", "part_stride", "part_lse_stride", "num_pages", "table_width", "num_seqs", "num_rows"]
-_CHANGING += ["num_tiles", "max_splits", "min_tiles", "split_q_len", "split_tiles"]
+_CHANGING += ["num_tiles", "max_splits", "min_tiles", "split_q_len", "split_tiles", "zero"]
 
 
 @triton.jit(do_not_specialize=_CHANGING)
@@ -45,7 +54,7 @@ def attention_kernel(
     q_ptr, cache, fresh, page_table_ptr, lengths, cu_seqlens_ptr, level, tree, alibi_slopes_ptr, sink_logits_ptr, results, parts,
     q_strides, table_stride, part_stride, part_lse_stride,
     num_pages, table_width, num_seqs, num_rows, num_kv_heads, group, q_len, num_tiles, max_splits, min_tiles, split_q_len, split_tiles,
-    scale, limits,
+    scale, limits, zero,
     BLOCK_M: tl.constexpr, ROWS: tl.constexpr, ADD_NEW: tl.constexpr, ATTEND: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     FRESH: tl.constexpr, FRESH_K: tl.constexpr, FRESH_V: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
@@ -70,17 +79,15 @@ def attention_kernel(
     if row_tile * BLOCK_M >= num_rows * group:
         return
     head = head.to(tl.int64)
-    rows = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    in_rows = rows < num_rows * group
-    q_rows = tl.minimum(rows // group, num_rows - 1)
-    q_heads = head * group + rows % group
+    rows, in_rows, q_rows, q_heads = rows_of(row_tile, num_rows, head, group, BLOCK_M)
 
     # Where they stand, and which keys they see.
     skip = seq * 0
     if ROWS == "stacked":
-        seqs = tl.load(level.members_ptr + first_row + q_rows // q_len)
-        q_rows = q_rows % q_len
+        members_ptr = level.members_ptr + first_row
         first_row = 0
+        seqs = tl.load(members_ptr + q_rows // q_len)
+        q_rows = q_rows % q_len
         _, _, q_start = load_starts(lengths, seqs, q_len, False)
         num_keys = load_position(level.group_lens_ptr + seq)
         kv_start = load_position(level.group_starts_ptr + seq)
@@ -161,6 +168,11 @@ def attention_kernel(
         )  # fmt: skip
 
     best, total, acc, unit, _ = state
+    # Rows are computed again instead of being kept in registers through the loops: the compiler does not know that `zero` is 0.
+    rows, in_rows, q_rows, q_heads = rows_of(row_tile + zero, num_rows, head, group, BLOCK_M)
+    if ROWS == "stacked":
+        seqs = tl.load(members_ptr + q_rows // q_len)
+        q_rows = q_rows % q_len
     lse = lse_of(best, total, score_unit(raw_scale, ATTEND), ATTEND.LIFT)
     factor = unit * v_unit / tl.where(total != 0, total, 1.0)
     if parts.out_ptr is not None:

@@ -18,11 +18,14 @@ import torch
 
 from tkv.cache import KVCache
 from tkv.errors import UnsupportedError
+from tkv.levels import SharedLevel
 from tkv.ops.attention import Options
+from tkv.ops.cascade import plan_cascade
 from tkv.ops.copy import plan_copy
 from tkv.ops.decode import plan_decode
 from tkv.ops.launch import Launch
 from tkv.ops.merge import plan_merge
+from tkv.ops.prefill import plan_prefill
 from tkv.ops.write import plan_write
 from tkv.tune import machine_code
 from tkv.tune.arch import arch as arch_facts
@@ -30,6 +33,8 @@ from tkv.tune.arch import arch as arch_facts
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 # A batch and a table like an engine's; sizes that reach the kernel as run-time values only.
 NUM_SEQS, MAX_PAGES, NUM_KV_HEADS = 8, 512, 8
+ATTENTION = ("decode", "prefill", "prefill_cached", "level")
+OPS = (*ATTENTION, "merge", "depth", "write", "copy")
 
 
 @dataclass(frozen=True)
@@ -37,11 +42,12 @@ class Case:
     """A kernel and what it is compiled for.
 
     Args:
-        op: ``"write"``, ``"decode"``, ``"reduce"``, ``"merge"`` or ``"copy"``.
+        op: one of `OPS`. ``"prefill"`` has new keys and values beside the cache, ``"prefill_cached"`` has them in it; ``"level"`` is a level
+            of a cascade; ``"depth"`` is what a tree mask needs.
         dtype: of q, k, v or the states: ``"fp32"``, ``"fp16"`` or ``"bf16"``.
         format: of the cache.
         head_dim, group, q_len, page_size: the shape.
-        window, softcap, alibi: options that the kernel is compiled for.
+        window, softcap, alibi, tree: options that the kernel is compiled for.
 
     Example:
         >>> Case("decode", dtype="fp16", format="int8/token_head", head_dim=64).name
@@ -58,13 +64,16 @@ class Case:
     window: bool = False
     softcap: bool = False
     alibi: bool = False
+    tree: bool = False
 
     @property
     def name(self) -> str:
         """A short name for tables."""
-        flags = "".join(f" {flag}" for flag in ("window", "softcap", "alibi") if getattr(self, flag))
-        kind = "" if self.op in ("merge", "reduce") else f" {self.format}"
-        shape = f" g{self.group} q{self.q_len} p{self.page_size}" if self.op == "decode" else ""
+        flags = "".join(f" {flag}" for flag in ("window", "softcap", "alibi", "tree") if getattr(self, flag))
+        if self.op == "depth":
+            return "depth"
+        kind = "" if self.op == "merge" else f" {self.format}"
+        shape = f" g{self.group} q{self.q_len} p{self.page_size}" if self.op in ATTENTION else ""
         return f"{self.op} {self.dtype}{kind} d{self.head_dim}{shape}{flags}"
 
 
@@ -114,32 +123,44 @@ def launch_of(case: Case, arch: str, **overrides: Any) -> Launch:
         >>> launch_of(Case("merge"), "sm90").grid
         (64,)
     """
+    if case.op not in OPS:
+        raise UnsupportedError(f"op: expected {', '.join(OPS[:-1])} or {OPS[-1]}, got {case.op!r}")
     empty = partial(torch.empty, dtype=DTYPES[case.dtype], device="meta")
-    lengths = torch.empty(NUM_SEQS, dtype=torch.int32, device="meta")
+    counts = partial(torch.empty, dtype=torch.int32, device="meta")
     num_q_heads = NUM_KV_HEADS * case.group
     if case.op == "merge":
         outs, lses = empty(4, num_q_heads, case.head_dim), empty(4, num_q_heads, dtype=torch.float32)
         return plan_merge(outs, lses, outs[0], lses[0], arch)
-    if case.op not in ("write", "decode", "reduce", "copy"):
-        raise UnsupportedError(f"op: expected write, decode, reduce, merge or copy, got {case.op!r}")
     cache = KVCache.empty(4096, case.page_size, NUM_KV_HEADS, case.head_dim, format=case.format, device="meta")
     if case.op == "copy":
-        return plan_copy(cache, cache, lengths, lengths)
+        return plan_copy(cache, cache, counts(NUM_SEQS), counts(NUM_SEQS))
     if case.op == "write":
         new = empty(NUM_SEQS, NUM_KV_HEADS, case.head_dim)
         return plan_write(new, new, cache, torch.empty(NUM_SEQS, dtype=torch.int64, device="meta"), arch)
-    q = empty(NUM_SEQS, case.q_len, num_q_heads, case.head_dim)
-    table = torch.empty(NUM_SEQS, MAX_PAGES, dtype=torch.int32, device="meta")
+
     options = Options(
         scale=0.1,
         window=1000 if case.window else None,
         sinks=4 if case.window else 0,
         softcap=50.0 if case.softcap else None,
         alibi_slopes=empty(num_q_heads, dtype=torch.float32) if case.alibi else None,
+        mask=torch.empty(NUM_SEQS, case.q_len, case.q_len, dtype=torch.bool, device="meta") if case.tree or case.op == "depth" else None,
     )
-    lse = empty(q.shape[:-1], dtype=torch.float32)
-    launches = plan_decode(q, cache, table, lengths, empty(q.shape), lse, arch, False, options, **overrides)
-    return launches[1 if case.op == "reduce" else 0]
+    table, lengths, cu_seqlens = counts(NUM_SEQS, MAX_PAGES), counts(NUM_SEQS), counts(NUM_SEQS + 1)
+    if case.op.startswith("prefill"):
+        total = NUM_SEQS * case.q_len
+        q, new = empty(total, num_q_heads, case.head_dim), empty(total, NUM_KV_HEADS, case.head_dim)
+        kv, lse = (new, new) if case.op == "prefill" else None, empty(total, num_q_heads, dtype=torch.float32)
+        launches = plan_prefill(q, kv, cache, table, lengths, cu_seqlens, q, lse, arch, False, options, max_q_len=case.q_len, **overrides)
+    else:
+        q = empty(NUM_SEQS, case.q_len, num_q_heads, case.head_dim)
+        lse = empty(q.shape[:-1], dtype=torch.float32)
+        if case.op == "level":
+            levels = [SharedLevel(table[:1], lengths[:1], lengths[:1], cu_seqlens[:2], lengths, NUM_SEQS, MAX_PAGES * case.page_size)]
+            launches = plan_cascade(q, cache, levels, table, lengths, q, lse, arch, False, options, **overrides)
+        else:
+            launches = plan_decode(q, cache, table, lengths, q, lse, arch, False, options, **overrides)
+    return launches[1 if case.tree else 0]
 
 
 def compile_launch(launch: Launch, arch: str) -> Any:

@@ -100,7 +100,8 @@ def attend_tiles(
     """
     K_PLANES: tl.constexpr = K.PLANES
     best, total, acc, unit, peak = state
-    for visit in range(first, last):
+    # With masks there are a few tiles at the ends: nothing to keep in flight for.
+    for visit in tl.range(first, last, num_stages=1 if MASKED else None):
         if MASKED:
             first_key = tile_of(visit + tl.where(visit >= gap_at, gap, 0), visits) * ATTEND.BLOCK_N
         else:
@@ -109,7 +110,7 @@ def attend_tiles(
         if MASKED:
             seen = seen_keys(keys, bounds)
         else:
-            seen = keys >= 0
+            seen = tl.full([ATTEND.BLOCK_N], True, tl.int1)
         pages, rows, seen = locate(first_key, seen, where, num_pages, ATTEND.PAGE_SIZE, ATTEND.BLOCK_N)
 
         words = load_words(source.k, offsets_of(pages, rows, source.k.strides), head, seen, True, K)
@@ -138,7 +139,8 @@ def attend_tiles(
             if ATTEND.HAS_ALIBI:
                 x = x - slopes[:, None] * LOG2_E * (positions[:, None] - key_positions).to(tl.float32)
             scale = tl.full([positions.shape[0]], 1.0, tl.float32)
-        x = tl.where(visible, x, -float("inf"))
+        if MASKED or ATTEND.PAGE_SIZE != 0:
+            x = tl.where(visible, x, -float("inf"))
         p, decay, best, total = softmax_step(x, best, total, scale, ATTEND.LIFT, K.SCALE == "token_head")
 
         words = load_words(source.v, offsets_of(pages, rows, source.v.strides), head, seen, False, V)

@@ -17,15 +17,15 @@ def locate(first_key, seen, where, num_pages, PAGE_SIZE: tl.constexpr, BLOCK_N: 
     else:
         if PAGE_SIZE % BLOCK_N == 0:
             # The whole tile lies in one page.
-            pages = tl.load(where + first_key // PAGE_SIZE).to(tl.int64)
+            pages = tl.load(where + first_key // PAGE_SIZE)
             rows = first_key % PAGE_SIZE + tl.arange(0, BLOCK_N)
-            exists = tl.full([BLOCK_N], 0, tl.int64) + pages
+            exists = tl.zeros([BLOCK_N], pages.dtype) + pages
         else:
             keys = first_key + tl.arange(0, BLOCK_N)
-            pages = tl.load(where + keys // PAGE_SIZE, mask=seen, other=-1).to(tl.int64)
+            pages = tl.load(where + keys // PAGE_SIZE, mask=seen, other=-1)
             rows = keys % PAGE_SIZE
             exists = pages
-        return pages, rows.to(tl.int64), seen & (exists >= 0) & (exists < num_pages)
+        return pages.to(tl.int64), rows.to(tl.int64), seen & (exists >= 0) & (exists < num_pages)
 
 
 @triton.jit

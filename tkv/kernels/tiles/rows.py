@@ -82,6 +82,13 @@ def ragged_program(
 
 
 @triton.jit
+def rows_of(row_tile, num_rows, head, group, BLOCK_M: tl.constexpr):
+    """(rows of a tile, which of them exist, their query rows, their query heads), [BLOCK_M]."""
+    rows = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    return rows, rows < num_rows * group, tl.minimum(rows // group, num_rows - 1), head * group + rows % group
+
+
+@triton.jit
 def load_query(
     q_ptr, in_rows, scale, k_scale_ptr,
     DTYPE: tl.constexpr, K: tl.constexpr, TARGET: tl.constexpr,

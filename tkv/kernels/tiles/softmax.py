@@ -25,11 +25,15 @@ def softmax_step(x, best, total, scale, LIFT: tl.constexpr, IS_PRODUCT: tl.const
     """
     new_best = tl.maximum(best, tl.max(x, axis=1))
     anchor = anchor_of(new_best)
-    below = x - anchor[:, None]
-    if IS_PRODUCT:
-        # x is a product, and the compiler may fuse it into the subtraction: then its rounding error is left over.
-        below = tl.minimum(below, 0.0)
-    p = tl.exp2(below * scale[:, None] + LIFT)
+    if LIFT == 0:
+        # One instruction a score. Its rounding may lift p a little above 1, which only float16 could not take.
+        p = tl.exp2(x * scale[:, None] - (anchor * scale)[:, None])
+    else:
+        below = x - anchor[:, None]
+        if IS_PRODUCT:
+            # x is a product, and the compiler may fuse it into the subtraction: then its rounding error is left over.
+            below = tl.minimum(below, 0.0)
+        p = tl.exp2(below * scale[:, None] + LIFT)
     decay = tl.exp2((best - anchor) * scale)
     return p, decay, new_best, total * decay + tl.sum(p, axis=1)
 
