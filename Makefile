@@ -54,7 +54,7 @@ endef
 .PHONY: help
 help: ## this list
 	@echo "make TARGET [VENV=none] [PYTHON=python3] [ARGS='arguments for pytest']"; echo
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' Makefile | expand -t 16
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' Makefile | expand -t 22
 	@echo
 	@echo "Each target makes the environment that it needs in $(VENV). With VENV=none it takes the packages of PYTHON and installs nothing."
 	@echo "PIP_ARGS is handed to pip, for example to name a package index."
@@ -62,6 +62,10 @@ help: ## this list
 .PHONY: demo
 demo: $(call ready,demo) model ## a real model on real text, decoding from the paged cache
 	@$(TKV) demo
+
+.PHONY: demo-shared-prefix
+demo-shared-prefix: $(call ready,demo) model ## one system prompt for eight questions: computed, stored and read once
+	@$(TKV) demo --scenario shared-prefix
 
 .PHONY: test
 test: $(call ready,test) ## the tests and the examples in the documentation
@@ -94,7 +98,7 @@ sanitize:
 	@"$(PYTHON)" -c 'import ttsem' 2>/dev/null || { echo "make sanitize needs ttsem and triton 3.9: leave out VENV=none" >&2; exit 1; }
 	$(IN_TREE) TKV_SANITIZE=1 TKV_PORTABLE=1 $(PY) -m ttsem.sanitize pytest tests/sanitize -q $(ARGS)
 else
-sanitize: $(SANITIZE_VENV)/.stamp ## some cases under a memory and race checker
+sanitize: $(SANITIZE_VENV)/.stamp ## every kernel and option under a memory and race checker
 	$(IN_TREE) TKV_SANITIZE=1 TKV_PORTABLE=1 $(SPY) -m ttsem.sanitize pytest tests/sanitize -q $(ARGS)
 endif
 

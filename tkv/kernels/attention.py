@@ -45,7 +45,7 @@ def load_starts(lengths, seqs, q_len, IS_RAGGED: tl.constexpr):
 
 
 # Sizes that change from step to step: a new one must not compile a new kernel.
-_CHANGING = ["table_stride", "part_stride", "part_lse_stride", "num_pages", "table_width", "num_seqs", "num_rows"]
+_CHANGING = ["table_stride", "part_stride", "part_lse_stride", "num_pages", "table_width", "num_seqs", "num_rows", "rest_end"]
 _CHANGING += ["num_tiles", "max_splits", "min_tiles", "split_q_len", "split_tiles", "zero"]
 
 
@@ -53,7 +53,8 @@ _CHANGING += ["num_tiles", "max_splits", "min_tiles", "split_q_len", "split_tile
 def attention_kernel(
     q_ptr, cache, fresh, page_table_ptr, lengths, cu_seqlens_ptr, level, tree, alibi_slopes_ptr, sink_logits_ptr, results, parts,
     q_strides, table_stride, part_stride, part_lse_stride,
-    num_pages, table_width, num_seqs, num_rows, num_kv_heads, group, q_len, num_tiles, max_splits, min_tiles, split_q_len, split_tiles,
+    num_pages, table_width, num_seqs, num_rows, rest_end, num_kv_heads, group, q_len, num_tiles,
+    max_splits, min_tiles, split_q_len, split_tiles,
     scale, limits, zero,
     BLOCK_M: tl.constexpr, ROWS: tl.constexpr, ADD_NEW: tl.constexpr, ATTEND: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     FRESH: tl.constexpr, FRESH_K: tl.constexpr, FRESH_V: tl.constexpr, TARGET: tl.constexpr,
@@ -62,18 +63,21 @@ def attention_kernel(
 
     Without splits the rows' results are final. Else they are parts, [split, ...], which `merge_kernel` joins; of ragged rows only
     sequences of up to `split_q_len` are split. With `fresh`, keys and values [row, head, dim] beside the cached ones are attended to too.
+    `zero` is 0, which the compiler does not know: rows are computed again behind a loop instead of being kept in registers through it.
     """
     # Which rows, and which split of their keys.
     if ROWS == "uniform":
         seq, row_tile, head, split, first_row, num_new = uniform_program(num_tiles, num_kv_heads, q_len)
         num_rows = q_len
     elif ROWS == "stacked":
-        seq, row_tile, head, split, first_row, members = stacked_program(cu_seqlens_ptr, num_seqs, num_kv_heads, q_len * group, BLOCK_M)
+        seq, row_tile, head, split, first_row, members = stacked_program(
+            cu_seqlens_ptr, num_seqs, num_rows, num_kv_heads, q_len * group, BLOCK_M
+        )
         num_rows = members * q_len
         num_new = q_len
     else:
         seq, row_tile, head, split, first_row, num_new = ragged_program(
-            cu_seqlens_ptr, num_seqs, num_rows, num_tiles, num_kv_heads, group, max_splits, split_q_len, split_tiles, BLOCK_M
+            cu_seqlens_ptr, num_seqs, num_rows, rest_end, num_tiles, num_kv_heads, group, max_splits, split_q_len, split_tiles, BLOCK_M
         )
         num_rows = num_new
     if row_tile * BLOCK_M >= num_rows * group:
@@ -157,6 +161,8 @@ def attention_kernel(
         v_unit *= tl.load(cache.v.scale_ptr)
     if fresh is not None:
         if K.PLANES > 1 or V.PLANES > 1:
+            rows, in_rows, q_rows, q_heads = rows_of(row_tile - zero, num_rows, head, group, BLOCK_M)
+            q_row_ptrs = q_ptr + row_offsets(q_strides, seqs, first_row + q_rows, q_heads)
             q, fresh_scale = load_query(q_row_ptrs, in_rows, scale, None, FRESH.DTYPE, FRESH_K, TARGET)
             state = change_units(state, score_unit(raw_scale, ATTEND) / score_unit(fresh_scale, ATTEND), v_unit, V)
             raw_scale = fresh_scale
@@ -168,7 +174,6 @@ def attention_kernel(
         )  # fmt: skip
 
     best, total, acc, unit, _ = state
-    # Rows are computed again instead of being kept in registers through the loops: the compiler does not know that `zero` is 0.
     rows, in_rows, q_rows, q_heads = rows_of(row_tile + zero, num_rows, head, group, BLOCK_M)
     if ROWS == "stacked":
         seqs = tl.load(members_ptr + q_rows // q_len)

@@ -4,13 +4,14 @@ import triton
 import triton.language as tl
 
 from tkv.kernels.tiles.dots import round_to
+from tkv.kernels.tiles.rows import between
 from tkv.kernels.tiles.softmax import add_sink, merge_step
 
 
-@triton.jit(do_not_specialize=["part_stride", "part_lse_stride", "num_parts", "max_q_len"])
+@triton.jit(do_not_specialize=["part_stride", "part_lse_stride", "num_parts", "max_q_len", "num_rows"])
 def merge_kernel(
     parts, cu_seqlens_ptr, sink_logits_ptr, results,
-    part_stride, part_lse_stride, num_parts, num_heads, max_q_len,
+    part_stride, part_lse_stride, num_parts, num_heads, max_q_len, num_rows,
     DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_PARTS: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     """One program: the parts of one query row and head. Of ragged rows, sequences of more than `max_q_len` have no parts."""
@@ -19,8 +20,7 @@ def merge_kernel(
     seq = (tl.program_id(0) // num_heads // max_q_len).to(tl.int64)
     out_row = row
     if cu_seqlens_ptr is not None:
-        first = tl.load(cu_seqlens_ptr + seq).to(tl.int64)
-        q_len = tl.load(cu_seqlens_ptr + seq + 1) - first
+        first, q_len = between(tl.load(cu_seqlens_ptr + seq), tl.load(cu_seqlens_ptr + seq + 1), num_rows)
         if (row >= q_len) | (q_len > max_q_len):
             return
         out_row = first + row

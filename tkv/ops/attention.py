@@ -15,7 +15,7 @@ from tkv.kernels.args import Attend, Lengths, Level, Limits, PagedKV, Results, R
 from tkv.ops.checks import FLOATS, INTEGERS, MAX_POSITION, check_int, check_number, check_tensor
 from tkv.ops.launch import FLUSHES_FP16, Launch, padded, paged_words, storages, target_for
 from tkv.tune import configs
-from tkv.tune.configs import AttentionConfig
+from tkv.tune.configs import AttentionConfig, default_prefill
 
 MAX_GROUP = 128
 
@@ -180,6 +180,7 @@ class Work:
     q_len: int
     num_tiles: int
     num_rows: int = 0
+    rest_end: int = 0
     add_new: bool = False
     max_splits: int = 1
     min_tiles: int = 1
@@ -205,7 +206,7 @@ def launch_attention(
         work.grid,
         (q, paged_words(cache), fresh_kv, page_table, lengths, cu_seqlens, level, tree, options.alibi_slopes, options.sink_logits)
         + (results, parts_of(parts), row_strides(q), page_table.stride(0), *part_strides(parts))
-        + (cache.num_pages, page_table.shape[1], work.num_seqs, work.num_rows, cache.num_kv_heads, group, work.q_len, work.num_tiles)
+        + (cache.num_pages, page_table.shape[1], work.num_seqs, work.num_rows, work.rest_end, cache.num_kv_heads, group, work.q_len, work.num_tiles)
         + (work.max_splits, work.min_tiles, work.split_q_len, work.split_tiles, options.scale, options.limits, 0)
         + (kernel.config.block_m, work.rows, work.add_new, kernel.attend, kernel.k, kernel.v, *fresh_constants, kernel.target),
         num_warps=kernel.config.num_warps,
@@ -216,7 +217,7 @@ def launch_attention(
 
 def launch_merge(
     parts: tuple[torch.Tensor, torch.Tensor], results: Results, target: Target, q_len: int, *,
-    sink_logits: torch.Tensor | None = None, cu_seqlens: torch.Tensor | None = None,
+    sink_logits: torch.Tensor | None = None, cu_seqlens: torch.Tensor | None = None, num_rows: int = 0,
 ) -> Launch:  # fmt: skip
     """A launch of `merge_kernel` over parts [part, seq, row, head, dim]."""
     from tkv.kernels.merge import merge_kernel
@@ -226,7 +227,7 @@ def launch_merge(
     return Launch(
         merge_kernel,
         (num_seqs * q_len * num_heads,),
-        (parts_of(parts), cu_seqlens, sink_logits, results, *part_strides(parts), num_parts, num_heads, q_len)
+        (parts_of(parts), cu_seqlens, sink_logits, results, *part_strides(parts), num_parts, num_heads, q_len, num_rows)
         + (dim, block_d, max(1, min(16, 2048 // block_d)), target),
         num_warps=1 if block_d <= 128 else 2,
         num_stages=1,
@@ -290,6 +291,14 @@ def compute_dtype(q_dtype: torch.dtype, cache: KVCache, arch: str) -> torch.dtyp
     if q_dtype == torch.float32 or (cache.k.dtype == torch.float16 and arch in FLUSHES_FP16):
         return torch.float32
     return q_dtype if cache.is_native else torch.float16
+
+
+def prefill_config(q: torch.Tensor, cache: KVCache, options: Options, arch: str, rows: int) -> AttentionConfig:
+    """The default config where up to so many rows (query rows x heads of a group) share their keys."""
+    return default_prefill(
+        arch, max(cache.head_dim, cache.v_head_dim), 8 * cache.k.element_size(), 8 * compute_dtype(q.dtype, cache, arch).itemsize, rows,
+        options.is_plain, cache.k_format.is_dynamic,
+    )  # fmt: skip
 
 
 def triton_dtype(dtype: torch.dtype) -> Any:

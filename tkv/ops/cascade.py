@@ -16,18 +16,19 @@ from tkv.ops.attention import (
     Options,
     Scratch,
     Work,
-    compute_dtype,
+    check_table,
     kernel_for,
     launch_attention,
     launch_merge,
+    prefill_config,
     results_of,
     run_all,
     tree_of,
 )
-from tkv.ops.checks import INTEGERS, check_flag, check_int, check_ragged, check_tensor, checks_on
+from tkv.ops.checks import INTEGERS, MAX_POSITION, check_flag, check_int, check_pages, check_ragged, check_tensor, checks_on
 from tkv.ops.decode import check_decode, decode_config, plan_decode
 from tkv.ops.launch import Launch, arch_name, interpreting, num_sms
-from tkv.tune.configs import MIN_KEYS_SAVED, AttentionConfig, default_prefill, split_plan
+from tkv.tune.configs import MIN_KEYS_SAVED, AttentionConfig, split_plan
 
 
 def shared_prefix_decode(
@@ -95,15 +96,15 @@ def shared_prefix_decode(
     """
     if check_flag("deterministic", deterministic):
         raise UnsupportedError("deterministic: how sequences are grouped depends on the batch; use paged_decode")
+    check_levels(levels, cache)
+    levels = paying(levels)
     options, config = check_decode(
         q, cache, page_table, seq_lens, scale=scale, softcap=softcap, alibi_slopes=alibi_slopes, window=window, sinks=sinks,
         sink_logits=sink_logits, kv_start=kv_start, q_start=q_start, mask=mask, max_seq_len=max_seq_len, return_lse=return_lse, out=out,
-        workspace=workspace, config=config,
+        workspace=workspace, config=config, cover=check_members(levels, page_table, cache) if checks_on() else None,
     )  # fmt: skip
     if level_config is not None:
         level_config = AttentionConfig.of(level_config)
-    check_levels(levels, q.shape[0], cache)
-    levels = paying(levels)
     if out is None:
         out = torch.empty(*q.shape[:-1], cache.v_head_dim, dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device) if return_lse else None
@@ -160,15 +161,13 @@ def plan_cascade(
     # Work and kernel of each level, then of the rest.
     plans = []
     for level in levels:
-        own = level_config or default_prefill(
-            arch, max(cache.head_dim, cache.v_head_dim), 8 * cache.k.element_size(), 8 * compute_dtype(q.dtype, cache, arch).itemsize,
-            level.max_group * q_len * group, False,
-        )  # fmt: skip
+        own = level_config or prefill_config(q, cache, options, arch, level.max_group * q_len * group)
         num_groups = level.page_table.shape[0]
         num_tiles = level.seqs.shape[0] * q_len * group // own.block_m + num_groups
         splits, tiles = split_plan(own, num_tiles * num_kv_heads, level.max_len, sms, part_bytes, limit)
         work = Work(
-            "stacked", (num_tiles * num_kv_heads, splits), num_groups, q_len, num_tiles, max_splits=splits, min_tiles=tiles
+            "stacked", (num_tiles * num_kv_heads, splits), num_groups, q_len, num_tiles, num_rows=level.seqs.shape[0],
+            max_splits=splits, min_tiles=tiles,
         )
         plans.append((work, kernel_for(q.dtype, cache, options, own, arch, interpret)))
     config = config or decode_config(q, cache, options, arch)
@@ -202,13 +201,13 @@ def plan_cascade(
     return launches
 
 
-def check_levels(levels: object, num_seqs: int, cache: KVCache) -> None:
-    """Levels whose tensors fit each other and the call."""
+def check_levels(levels: object, cache: KVCache) -> None:
+    """Levels whose tensors fit each other and the cache."""
     if not isinstance(levels, list | tuple) or not all(isinstance(level, SharedLevel) for level in levels):
         raise DTypeError(f"levels: expected a list of tkv.SharedLevel, got {type(levels).__name__}")
     for i, level in enumerate(levels):
         name = f"levels[{i}]"
-        check_tensor(f"{name}.page_table", level.page_table, ("num_groups", "max_pages"), INTEGERS, cache.device)
+        check_table(level.page_table, "num_groups", cache.page_size, cache.device, f"{name}.page_table")
         num_groups = level.page_table.shape[0]
         for field, size in (("lens", num_groups), ("starts", num_groups), ("cu_seqs", num_groups + 1), ("seqs", "num_members")):
             check_tensor(f"{name}.{field}", getattr(level, field), (size,), INTEGERS, cache.device)
@@ -216,9 +215,20 @@ def check_levels(levels: object, num_seqs: int, cache: KVCache) -> None:
         check_int(f"{name}.max_len", level.max_len, 0)
         if not num_groups or not level.seqs.shape[0]:
             raise ShapeError(f"{name}: expected at least one group and one sequence, got {num_groups} and {level.seqs.shape[0]}")
-    if checks_on():
-        for i, level in enumerate(levels):
-            check_ragged(f"levels[{i}].cu_seqs", level.cu_seqs, level.seqs.shape[0])
-            seqs = level.seqs.tolist()
-            if any(not 0 <= seq < num_seqs for seq in seqs) or len(set(seqs)) < len(seqs):
-                raise RangeError(f"levels[{i}].seqs: expected sequences from 0 to {num_seqs - 1}, each at most once, got {seqs[:16]}")
+
+
+def check_members(levels: Sequence[SharedLevel], page_table: torch.Tensor, cache: KVCache) -> torch.Tensor:
+    """Synchronous: groups of sequences that exist, of pages that exist. Gives the position up to which each sequence is covered."""
+    num_seqs = page_table.shape[0]
+    cover = torch.zeros(num_seqs, dtype=torch.int64, device=page_table.device)
+    for i, level in enumerate(levels):
+        check_ragged(f"levels[{i}].cu_seqs", level.cu_seqs, level.seqs.shape[0])
+        seqs = level.seqs.tolist()
+        if any(not 0 <= seq < num_seqs for seq in seqs) or len(set(seqs)) < len(seqs):
+            raise RangeError(f"levels[{i}].seqs: expected sequences from 0 to {num_seqs - 1}, each at most once, got {seqs[:16]}")
+        everything = torch.full_like(level.lens, MAX_POSITION - 1)
+        check_pages(f"levels[{i}].lens", level.page_table, level.lens, level.starts, everything, everything, None, 0, cache)
+        counts = level.cu_seqs.diff()
+        members = level.seqs[: int(level.cu_seqs[-1])].long()
+        cover[members] = (level.starts + level.lens).repeat_interleave(counts).long()
+    return cover

@@ -105,8 +105,12 @@ def check_pages(
     window: int | None,
     sinks: int,
     cache: KVCache,
+    cover: torch.Tensor | None = None,
 ) -> None:
-    """Synchronous: lengths fit the table, and every page that some row at positions first..last can see is in the cache."""
+    """Synchronous: lengths fit the table, and every page that some row at positions first..last can see is in the cache.
+
+    Keys at positions before `cover` are not asked for.
+    """
     capacity = page_table.shape[1] * cache.page_size
     wrong = (lens < 0) | (lens > capacity)
     if bool(wrong.any()):
@@ -121,6 +125,8 @@ def check_pages(
     seen = (positions - starts[:, None] < lens[:, None]) & (positions <= last[:, None]) & (first <= last)[:, None]
     if window is not None:
         seen &= (first[:, None] - positions < window) | (positions < sinks)
+    if cover is not None:
+        seen &= positions >= cover[:, None]
     seen_pages = seen.view(*page_table.shape, cache.page_size).any(-1)
     wrong = seen_pages & ((page_table < 0) | (page_table >= cache.num_pages))
     if bool(wrong.any()):

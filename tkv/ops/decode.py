@@ -136,9 +136,9 @@ def check_decode(
     q: torch.Tensor, cache: KVCache, page_table: torch.Tensor, seq_lens: torch.Tensor, *, scale: float | None, softcap: float | None,
     alibi_slopes: torch.Tensor | None, window: int | None, sinks: int, sink_logits: torch.Tensor | None, kv_start: torch.Tensor | None,
     q_start: torch.Tensor | None, mask: torch.Tensor | None, max_seq_len: int | None, return_lse: bool, out: torch.Tensor | None,
-    workspace: torch.Tensor | None, config: AttentionConfig | dict[str, Any] | None,
+    workspace: torch.Tensor | None, config: AttentionConfig | dict[str, Any] | None, cover: torch.Tensor | None = None,
 ) -> tuple[Options, AttentionConfig | None]:  # fmt: skip
-    """The options and the config of a call of decoding; each argument with its own error."""
+    """The options and the config of a call of decoding; each argument with its own error. Keys at positions before `cover` are not read."""
     check_cache(cache)
     device = cache.device
     rows = ("num_seqs", "q_len") if isinstance(q, torch.Tensor) and q.dim() == 4 else ("num_seqs",)
@@ -167,7 +167,7 @@ def check_decode(
     check_launchable(device)
     if checks_on():
         first = seq_lens - q_len + (0 if kv_start is None else kv_start) if q_start is None else q_start
-        check_pages("seq_lens", page_table, seq_lens, kv_start, first, first + q_len - 1, options.window, options.sinks, cache)
+        check_pages("seq_lens", page_table, seq_lens, kv_start, first, first + q_len - 1, options.window, options.sinks, cache, cover)
     return options, config
 
 

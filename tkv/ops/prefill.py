@@ -24,6 +24,7 @@ from tkv.ops.attention import (
     kernel_for,
     launch_attention,
     launch_merge,
+    prefill_config,
     results_of,
     run_all,
     tree_of,
@@ -42,7 +43,7 @@ from tkv.ops.checks import (
     checks_on,
 )
 from tkv.ops.launch import FLUSHES_FP16, Launch, arch_name, check_launchable, interpreting, num_sms, padded
-from tkv.tune.configs import AttentionConfig, default_prefill, deterministic_plan, split_plan
+from tkv.tune.configs import AttentionConfig, deterministic_plan, split_plan
 
 
 def prefix_prefill(
@@ -196,22 +197,18 @@ def plan_prefill(
     group, num_kv_heads = q.shape[1] // cache.num_kv_heads, cache.num_kv_heads
     add_new = kv is None and options.q_start is None
     longest = total if max_q_len is None else min(max(max_q_len, 1), total)
-    if config is None:
-        config = default_prefill(
-            arch, max(cache.head_dim, cache.v_head_dim), 8 * cache.k.element_size(), 8 * compute_dtype(q.dtype, cache, arch).itemsize,
-            MAX_POSITION if deterministic else longest * group, kv is not None,
-        )  # fmt: skip
+    config = config or prefill_config(q, cache, options, arch, MAX_POSITION if deterministic else longest * group)
     kernel = kernel_for(q.dtype, cache, options, config, arch, interpret)
     num_tiles = total * group // config.block_m + num_seqs + 1
-    new_keys = longest if kv is not None or add_new else 0
     capacity = page_table.shape[1] * cache.page_size + (total if kv is not None else 0)
-    keys = options.max_visible(capacity, None if deterministic or max_seq_len is None else max_seq_len + new_keys, longest)
+    keys = options.max_visible(capacity, None if deterministic else max_seq_len, longest)
 
     scratch, row_bytes = Scratch(workspace), q.shape[1] * (cache.v_head_dim + 1) * 4
     split_q_len = max(1, config.block_m // group)
     at_once = num_seqs
     if deterministic:
-        splits, tiles, at_once = deterministic_plan(config, keys, split_q_len * row_bytes, scratch.limit)
+        # Cached and new keys, sink tokens and windows each end in a tile of their own.
+        splits, tiles, at_once = deterministic_plan(config, keys + 5 * config.block_n, split_q_len * row_bytes, scratch.limit)
         if workspace is not None and splits * split_q_len * row_bytes > scratch.limit:
             raise ShapeError(f"workspace: deterministic needs {splits * split_q_len * row_bytes} bytes a sequence, got {scratch.limit}")
     else:
@@ -239,8 +236,9 @@ def plan_prefill(
             count,
             q_len=0,
             num_tiles=num_tiles,
+            num_rows=total,
             # Rows behind the last sequence are written with it.
-            num_rows=total if first + count == num_seqs else 0,
+            rest_end=total if first + count == num_seqs else 0,
             add_new=add_new,
             max_splits=splits,
             min_tiles=tiles,
@@ -257,7 +255,7 @@ def plan_prefill(
         )
         if parts is not None:
             merge = launch_merge(
-                parts, results, kernel.target, split_q_len, sink_logits=options.sink_logits, cu_seqlens=rows
+                parts, results, kernel.target, split_q_len, sink_logits=options.sink_logits, cu_seqlens=rows, num_rows=total
             )
             launches.append(merge)
     return launches

@@ -42,7 +42,7 @@ class Case:
     """A kernel and what it is compiled for.
 
     Args:
-        op: one of `OPS`. ``"prefill"`` has new keys and values beside the cache, ``"prefill_cached"`` has them in it; ``"level"`` is a level
+        op: one of `OPS`. ``"prefill"`` has new keys and values beside the cache, ``"prefill_cached"`` has them in it; ``"level"`` is one
             of a cascade; ``"depth"`` is what a tree mask needs.
         dtype: of q, k, v or the states: ``"fp32"``, ``"fp16"`` or ``"bf16"``.
         format: of the cache.

@@ -119,7 +119,9 @@ def default_decode(arch: str, head_dim: int, bits: int, compute_bits: int, rows:
 
 
 @lru_cache(maxsize=4096)
-def default_prefill(arch: str, head_dim: int, bits: int, compute_bits: int, rows: int, fresh: bool) -> AttentionConfig:
+def default_prefill(
+    arch: str, head_dim: int, bits: int, compute_bits: int, rows: int, plain: bool, scaled: bool
+) -> AttentionConfig:
     """The analytic default of `prefix_prefill` and of the levels of `shared_prefix_decode`.
 
     Args:
@@ -128,18 +130,49 @@ def default_prefill(arch: str, head_dim: int, bits: int, compute_bits: int, rows
         bits: of a stored number.
         compute_bits: of the dots' operands.
         rows: query rows x heads of a group, of the longest sequence as far as hints say.
-        fresh: new keys and values come with the call.
+        plain: no option changes scores or visibility.
+        scaled: every token has scales of its own.
 
     Returns:
         A config that fits the architecture's shared memory. Heads of a group are always rows of one tile: rows stand without gaps, so a
         tile of 128 rows has 128 / group tokens, reads its keys once for all heads, and no group leaves rows idle.
 
     Example:
-        >>> default_prefill("sm90", 128, bits=16, compute_bits=16, rows=8192, fresh=True).block_m
+        >>> default_prefill("sm90", 128, bits=16, compute_bits=16, rows=8192, plain=True, scaled=False).block_m
         128
     """
-    block_m = min(128, max(16, 1 << (rows - 1).bit_length()))
-    return AttentionConfig(block_m, 64, num_warps=8, num_stages=2, max_registers=255)
+    block_m, block_n, num_warps = _prefill_tile(arch, head_dim, bits == 8, compute_bits, scaled)
+    if not plain and block_n > 64:
+        # An option's arithmetic takes the registers of a wider tile.
+        block_n = 64
+    needed = max(16, 1 << (rows - 1).bit_length())
+    if needed < block_m:
+        # A tile of few rows has no work for more than four warps.
+        block_m, num_warps = needed, min(num_warps, 4) if compute_bits == 16 else num_warps
+        block_n = min(block_n, 64) if needed <= 32 else block_n
+    if arch.startswith("gfx"):
+        return AttentionConfig(block_m, block_n, num_warps, num_stages=1)
+    return AttentionConfig(block_m, block_n, num_warps, num_stages=1 if compute_bits == 32 else 2, max_registers=255)
+
+
+def _prefill_tile(arch: str, head_dim: int, quantised: bool, compute_bits: int, scaled: bool) -> tuple[int, int, int]:
+    """(block_m, block_n, warps): of those that compile without spills the one with fewest instructions, where there is one."""
+    size = 0 if head_dim <= 64 else 1 if head_dim <= 128 else 2
+    if compute_bits == 32:
+        # IEEE products hold both operands in registers.
+        return [(32, 32, 8), (16, 16, 8), (16, 16, 8)][size] if quantised else [(32, 32, 8), (32, 32, 8), (16, 16, 8)][size]
+    if arch.startswith("gfx9"):
+        return [(128, 32 if scaled else 64, 8), (128, 32, 8), (64, 32, 8)][size]
+    if arch.startswith("gfx"):
+        return [(64, 32, 8), (64, 16, 8), (32, 16, 8)][size]
+    # From sm90 on the matrix unit reads its second operand from shared memory; before, every warp unpacks all of a quantised tile.
+    if arch == "sm90":
+        return [(128, 64, 8), (128, 32, 8), (32, 32, 8)][size] if quantised else [(128, 128, 8), (128, 128, 8), (128, 32, 8)][size]
+    if arch in ("sm100", "sm103"):
+        if quantised:
+            return [(128, 32, 8), (64, 32, 8), (32, 32, 8)][size] if scaled else [(128, 64, 8), (128, 32, 8), (32, 32, 8)][size]
+        return [(128, 64, 8), (128, 64, 8), (64, 32, 8)][size]
+    return [(128, 64, 8), (32, 64, 4), (32, 32, 4)][size] if quantised else [(128, 128, 8), (128, 64, 8), (32, 32, 8)][size]
 
 
 def deterministic_plan(config: AttentionConfig, max_keys: int, seq_bytes: int, scratch_bytes: int) -> tuple[int, int, int]:

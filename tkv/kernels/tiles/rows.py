@@ -38,6 +38,13 @@ def find_sequence(tile, starts_ptr, count, rows_each, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
+def between(first, end, count):
+    """(start, length) of a range, [] int64 and int32, cut to what exists."""
+    first = tl.minimum(tl.maximum(first.to(tl.int64), 0), count)
+    return first, tl.maximum(tl.minimum(end.to(tl.int64), count) - first, 0).to(tl.int32)
+
+
+@triton.jit
 def uniform_program(num_tiles, num_kv_heads, q_len):
     """(sequence, tile of its rows, KV head, split, its first row, its number of query rows) of this program."""
     row_tile = tl.program_id(0) % num_tiles
@@ -46,19 +53,19 @@ def uniform_program(num_tiles, num_kv_heads, q_len):
 
 
 @triton.jit
-def stacked_program(starts_ptr, num_groups, num_kv_heads, rows_each, BLOCK_M: tl.constexpr):
+def stacked_program(starts_ptr, num_groups, num_members, num_kv_heads, rows_each, BLOCK_M: tl.constexpr):
     """The same for the stacked rows of a group; its first row and number of rows are those of its members."""
     group, row_tile = find_sequence(tl.program_id(0) // num_kv_heads, starts_ptr, num_groups - 1, rows_each, BLOCK_M)
-    first = tl.load(starts_ptr + group).to(tl.int64)
-    members = (tl.load(starts_ptr + group + 1) - first).to(tl.int32)
-    return group, row_tile, tl.program_id(0) % num_kv_heads, tl.program_id(1), first, members
+    first, count = between(tl.load(starts_ptr + group), tl.load(starts_ptr + group + 1), num_members)
+    return group, row_tile, tl.program_id(0) % num_kv_heads, tl.program_id(1), first, count
 
 
 @triton.jit
 def ragged_program(
-    cu_seqlens_ptr, num_seqs, num_rows, num_tiles, num_kv_heads, group, max_splits, split_q_len, split_tiles, BLOCK_M: tl.constexpr
-):
-    """The same for ragged rows, `num_rows` in all; those behind the last sequence are rows of sequence `num_seqs`.
+    cu_seqlens_ptr, num_seqs, num_rows, rest_end, num_tiles, num_kv_heads, group, max_splits, split_q_len, split_tiles,
+    BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """The same for ragged rows, `num_rows` in all; those behind the last sequence, up to `rest_end`, are rows of sequence `num_seqs`.
 
     The first `num_tiles` programs of a head are all tiles, each over its first split. The others are the further splits of sequences of up
     to `split_q_len` rows; for a longer one they have no rows.
@@ -75,9 +82,7 @@ def ragged_program(
         row_tile = (program - num_tiles) // (max_splits - 1) % split_tiles
         seq = (program - num_tiles) // (max_splits - 1) // split_tiles
         longest = program * 0 + split_q_len
-    first = tl.load(cu_seqlens_ptr + seq).to(tl.int64)
-    end = tl.load(cu_seqlens_ptr + seq + 1, mask=seq < num_seqs, other=num_rows)
-    q_len = (end - first).to(tl.int32)
+    first, q_len = between(tl.load(cu_seqlens_ptr + seq), tl.load(cu_seqlens_ptr + seq + 1, mask=seq < num_seqs, other=rest_end), num_rows)
     return seq, row_tile, head, split, first, tl.where(q_len > longest, 0, q_len)
 
 
