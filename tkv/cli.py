@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 import tkv
-from tkv.demo import SCENARIOS, DemoError, run_scenario
+from tkv.demo import DRAWING, SCENARIOS, DemoError, run_scenario
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -63,11 +64,18 @@ def interpret_without_gpu() -> None:
 
 
 def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    demo = commands.add_parser("demo", help="a real model on real text, decoding from the paged cache")
+    demo = commands.add_parser("demo", help="a real model on real text, served from the paged cache")
     demo.add_argument("--scenario", choices=SCENARIOS, default="decode", help="what to show (default: %(default)s)")
     demo.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="of model and unquantised cache (default: %(default)s)")
     demo.add_argument("--workers", type=_positive, help="processes at a time on a CPU (default: one a core, at most one a task)")
-    demo.set_defaults(run=lambda args: run_scenario(args.scenario, dtype=args.dtype, workers=args.workers))
+    demo.add_argument("--out", type=Path, metavar="FILE.png", help=f"where {', '.join(DRAWING)} draws (default: tkv-page-map.png)")
+
+    def run(args: argparse.Namespace) -> int:
+        if args.out is not None and args.scenario not in DRAWING:
+            demo.error(f"argument --out: only with --scenario {', '.join(DRAWING)}")
+        return run_scenario(args.scenario, dtype=args.dtype, workers=args.workers, out=args.out)
+
+    demo.set_defaults(run=run)
 
 
 def _positive(text: str) -> int:

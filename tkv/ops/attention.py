@@ -206,8 +206,8 @@ def launch_attention(
         work.grid,
         (q, paged_words(cache), fresh_kv, page_table, lengths, cu_seqlens, level, tree, options.alibi_slopes, options.sink_logits)
         + (results, parts_of(parts), row_strides(q), page_table.stride(0), *part_strides(parts))
-        + (cache.num_pages, page_table.shape[1], work.num_seqs, work.num_rows, work.rest_end, cache.num_kv_heads, group, work.q_len, work.num_tiles)
-        + (work.max_splits, work.min_tiles, work.split_q_len, work.split_tiles, options.scale, options.limits, 0)
+        + (cache.num_pages, page_table.shape[1], work.num_seqs, work.num_rows, work.rest_end, cache.num_kv_heads, group, work.q_len)
+        + (work.num_tiles, work.max_splits, work.min_tiles, work.split_q_len, work.split_tiles, options.scale, options.limits, 0)
         + (kernel.config.block_m, work.rows, work.add_new, kernel.attend, kernel.k, kernel.v, *fresh_constants, kernel.target),
         num_warps=kernel.config.num_warps,
         num_stages=kernel.config.num_stages,
