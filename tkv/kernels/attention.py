@@ -63,7 +63,7 @@ def attention_kernel(
 
     Without splits the rows' results are final. Else they are parts, [split, ...], which `merge_kernel` joins; of ragged rows only
     sequences of up to `split_q_len` are split. With `fresh`, keys and values [row, head, dim] beside the cached ones are attended to too.
-    `zero` is 0, which the compiler does not know: rows are computed again behind a loop instead of being kept in registers through it.
+    `zero` is 0, which the compiler does not know: what it is added to is computed again behind a loop instead of kept in registers.
     """
     # Which rows, and which split of their keys.
     if ROWS == "uniform":
@@ -82,7 +82,6 @@ def attention_kernel(
         num_rows = num_new
     if row_tile * BLOCK_M >= num_rows * group:
         return
-    head = head.to(tl.int64)
     rows, in_rows, q_rows, q_heads = rows_of(row_tile, num_rows, head, group, BLOCK_M)
 
     # Where they stand, and which keys they see.
@@ -98,7 +97,7 @@ def attention_kernel(
         # One row of each sequence says how far it is covered.
         tl.store(level.cover_ptr + seqs, kv_start + num_keys, mask=in_rows & (q_rows + rows % group + head + split == 0))
     else:
-        seqs = tl.minimum(seq, num_seqs - 1).to(tl.int64)
+        seqs = tl.minimum(seq, num_seqs - 1)
         num_keys, kv_start, q_start = load_starts(lengths, seqs, num_new, ROWS == "ragged")
         if ADD_NEW:
             num_keys += num_new
@@ -111,7 +110,7 @@ def attention_kernel(
     positions = q_starts + q_rows
     tree_rows = (tree.mask_ptr, rows, tree.depth_ptr, rows, q_starts, num_new)
     if ATTEND.HAS_TREE:
-        mask_rows = row_offsets(tree.strides, seqs, q_rows, 0)
+        mask_rows = row_offsets(tree.strides, seqs, q_rows, head)
         depth_rows = tl.zeros([BLOCK_M], tl.int64) + seqs.to(tl.int64) * tree.depth_stride
         positions = q_starts + tl.load(tree.depth_ptr + (depth_rows + q_rows))
         tree_rows = (tree.mask_ptr, mask_rows, tree.depth_ptr, depth_rows, q_starts, num_new)
@@ -127,8 +126,7 @@ def attention_kernel(
     tiles = cached_tiles
     if fresh is not None:
         num_fresh = tl.where(seq < num_seqs, num_new, 0)
-        fresh_bounds, fresh_visits, fresh_full = view_of(num_fresh, q_start, 0, span, limits, FRESH.BLOCK_N, FRESH.HAS_WINDOW)
-        tiles += fresh_visits[3]
+        tiles += view_of(num_fresh, q_start, 0, span, limits, FRESH.BLOCK_N, FRESH.HAS_WINDOW)[1][3]
 
     begin = tiles * 0
     stop = tiles
@@ -154,7 +152,7 @@ def attention_kernel(
     q, raw_scale = load_query(q_row_ptrs, in_rows, scale, cache.k.scale_ptr, ATTEND.DTYPE, K, TARGET)
     state = attend_source(
         start(BLOCK_M, V), q, raw_scale, positions, slopes, tree_rows, cache, page_table_ptr + seq.to(tl.int64) * table_stride, num_pages,
-        head, kv_start, bounds, visits, full, limits, begin, tl.minimum(stop, cached_tiles), ATTEND, K, V, TARGET,
+        head.to(tl.int64), kv_start, bounds, visits, full, limits, begin, tl.minimum(stop, cached_tiles), ATTEND, K, V, TARGET,
     )  # fmt: skip
     v_unit = codec.unit(V, TARGET) * tl.full([], 1.0, tl.float32)
     if V.SCALE == "tensor":
@@ -167,9 +165,10 @@ def attention_kernel(
             state = change_units(state, score_unit(raw_scale, ATTEND) / score_unit(fresh_scale, ATTEND), v_unit, V)
             raw_scale = fresh_scale
             v_unit = tl.full([], 1.0, tl.float32)
+        bounds, visits, full = view_of(num_fresh + zero, q_start, 0, span, limits, FRESH.BLOCK_N, FRESH.HAS_WINDOW)
         state = attend_source(
-            state, q, raw_scale, positions, slopes, tree_rows, fresh, first_row, num_pages,
-            head, q_start, fresh_bounds, fresh_visits, fresh_full, limits, tl.maximum(begin - cached_tiles, 0), stop - cached_tiles,
+            state, q, raw_scale, positions, slopes, tree_rows, fresh, first_row.to(tl.int64), num_pages,
+            head.to(tl.int64), q_start, bounds, visits, full, limits, tl.maximum(begin - cached_tiles, 0), stop - cached_tiles,
             FRESH, FRESH_K, FRESH_V, TARGET,
         )  # fmt: skip
 

@@ -149,7 +149,7 @@ def default_prefill(
     if needed < block_m:
         # A tile of few rows has no work for more than four warps.
         block_m, num_warps = needed, min(num_warps, 4) if compute_bits == 16 else num_warps
-        block_n = min(block_n, 64) if needed <= 32 else block_n
+        block_n = min(block_n, 64)
     if arch.startswith("gfx"):
         return AttentionConfig(block_m, block_n, num_warps, num_stages=1)
     return AttentionConfig(block_m, block_n, num_warps, num_stages=1 if compute_bits == 32 else 2, max_registers=255)

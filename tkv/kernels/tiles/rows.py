@@ -39,9 +39,9 @@ def find_sequence(tile, starts_ptr, count, rows_each, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def between(first, end, count):
-    """(start, length) of a range, [] int64 and int32, cut to what exists."""
-    first = tl.minimum(tl.maximum(first.to(tl.int64), 0), count)
-    return first, tl.maximum(tl.minimum(end.to(tl.int64), count) - first, 0).to(tl.int32)
+    """(start, length) of a range, cut to what exists, [] int32."""
+    first = tl.minimum(tl.maximum(first, 0), count).to(tl.int32)
+    return first, tl.maximum(tl.minimum(end, count).to(tl.int32) - first, 0)
 
 
 @triton.jit
@@ -137,4 +137,4 @@ def store_planes(out_rows, acc, factor, in_rows, V: tl.constexpr, TARGET: tl.con
 @triton.jit
 def row_offsets(strides, seqs, rows, heads):
     """Offsets of rows in ``[seq, row, head, ...]``."""
-    return seqs.to(tl.int64) * strides.seq + rows.to(tl.int64) * strides.row + heads * strides.head
+    return seqs.to(tl.int64) * strides.seq + rows.to(tl.int64) * strides.row + heads.to(tl.int64) * strides.head
