@@ -124,7 +124,7 @@ def attention_kernel(
     bounds, visits, full = view_of(num_keys, kv_start, skip, span, limits, ATTEND.BLOCK_N, ATTEND.HAS_WINDOW)
     cached_tiles = visits[3]
     tiles = cached_tiles
-    if fresh is not None:
+    if fresh.k.ptr is not None:
         num_fresh = tl.where(seq < num_seqs, num_new, 0)
         tiles += view_of(num_fresh, q_start, 0, span, limits, FRESH.BLOCK_N, FRESH.HAS_WINDOW)[1][3]
 
@@ -157,7 +157,7 @@ def attention_kernel(
     v_unit = codec.unit(V, TARGET) * tl.full([], 1.0, tl.float32)
     if V.SCALE == "tensor":
         v_unit *= tl.load(cache.v.scale_ptr)
-    if fresh is not None:
+    if fresh.k.ptr is not None:
         if K.PLANES > 1 or V.PLANES > 1:
             rows, in_rows, q_rows, q_heads = rows_of(row_tile - zero, num_rows, head, group, BLOCK_M)
             q_row_ptrs = q_ptr + row_offsets(q_strides, seqs, first_row + q_rows, q_heads)

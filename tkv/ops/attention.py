@@ -11,11 +11,11 @@ import torch
 
 from tkv.cache import KVCache
 from tkv.errors import RangeError, ShapeError, UnsupportedError
-from tkv.kernels.args import Attend, Lengths, Level, Limits, PagedKV, Results, RowStrides, Storage, Target, Tree
+from tkv.kernels.args import Attend, Lengths, Level, Limits, PagedKV, Results, RowStrides, Storage, Stored, Target, TokenStrides, Tree
 from tkv.ops.checks import FLOATS, INTEGERS, MAX_POSITION, check_int, check_number, check_tensor
 from tkv.ops.launch import FLUSHES_FP16, Launch, padded, paged_words, storages, target_for
 from tkv.tune import configs
-from tkv.tune.configs import AttentionConfig, default_prefill
+from tkv.tune.configs import AttentionConfig, default_prefill, with_tree
 
 MAX_GROUP = 128
 
@@ -189,6 +189,8 @@ class Work:
 
 
 NO_LEVEL = Level(None, None, None, None)
+_NOTHING = Stored(None, TokenStrides(0, 0, 0), None, TokenStrides(0, 0, 0))
+NO_FRESH = PagedKV(_NOTHING, _NOTHING)
 
 
 def launch_attention(
@@ -200,7 +202,7 @@ def launch_attention(
     from tkv.kernels.attention import attention_kernel
 
     group = q.shape[-2] // cache.num_kv_heads
-    fresh_kv, *fresh_constants = fresh or (None, kernel.attend, kernel.k, kernel.v)
+    fresh_kv, *fresh_constants = fresh or (NO_FRESH, kernel.attend, kernel.k, kernel.v)
     return Launch(
         attention_kernel,
         work.grid,
@@ -295,10 +297,11 @@ def compute_dtype(q_dtype: torch.dtype, cache: KVCache, arch: str) -> torch.dtyp
 
 def prefill_config(q: torch.Tensor, cache: KVCache, options: Options, arch: str, rows: int) -> AttentionConfig:
     """The default config where up to so many rows (query rows x heads of a group) share their keys."""
-    return default_prefill(
+    config = default_prefill(
         arch, max(cache.head_dim, cache.v_head_dim), 8 * cache.k.element_size(), 8 * compute_dtype(q.dtype, cache, arch).itemsize, rows,
         options.is_plain, cache.k_format.is_dynamic,
     )  # fmt: skip
+    return config if options.mask is None else with_tree(config)
 
 
 def triton_dtype(dtype: torch.dtype) -> Any:

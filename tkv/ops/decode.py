@@ -29,7 +29,7 @@ from tkv.ops.attention import (
 )
 from tkv.ops.checks import FLOATS, INTEGERS, check_cache, check_flag, check_int, check_pages, check_tensor, checks_on
 from tkv.ops.launch import Launch, arch_name, check_launchable, interpreting, num_sms
-from tkv.tune.configs import AttentionConfig, default_decode, deterministic_plan, split_plan
+from tkv.tune.configs import AttentionConfig, default_decode, deterministic_plan, split_plan, with_tree
 
 MAX_Q_LEN = 64
 
@@ -233,7 +233,8 @@ def plan_decode(
 
 def decode_config(q: torch.Tensor, cache: KVCache, options: Options, arch: str) -> AttentionConfig:
     """The default config of decoding q [num_seqs, q_len, num_q_heads, head_dim]."""
-    return default_decode(
+    config = default_decode(
         arch, max(cache.head_dim, cache.v_head_dim), 8 * cache.k.element_size(), 8 * compute_dtype(q.dtype, cache, arch).itemsize,
         q.shape[1] * q.shape[2] // cache.num_kv_heads, cache.page_size, options.is_plain,
     )  # fmt: skip
+    return config if options.mask is None else with_tree(config)

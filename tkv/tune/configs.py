@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Any
 
@@ -73,6 +73,16 @@ class AttentionConfig:
         if unknown or missing:
             raise UnsupportedError(f"config: tunables are {', '.join(known)}; unknown {unknown}, missing {missing}")
         return cls(**config)
+
+
+def with_tree(config: AttentionConfig) -> AttentionConfig:
+    """The config of a call with a tree mask, whose lookups for each row and key take the registers of a large tile.
+
+    Example:
+        >>> with_tree(AttentionConfig(128, 128, num_warps=8, num_stages=2))
+        AttentionConfig(block_m=64, block_n=32, num_warps=8, num_stages=2, split_len=None, max_registers=None)
+    """
+    return replace(config, block_m=min(config.block_m, 64), block_n=min(config.block_n, 32))
 
 
 @lru_cache(maxsize=4096)
@@ -172,7 +182,9 @@ def _prefill_tile(arch: str, head_dim: int, quantised: bool, compute_bits: int, 
         if quantised:
             return [(128, 32, 8), (64, 32, 8), (32, 32, 8)][size] if scaled else [(128, 64, 8), (128, 32, 8), (32, 32, 8)][size]
         return [(128, 64, 8), (128, 64, 8), (64, 32, 8)][size]
-    return [(128, 64, 8), (32, 64, 4), (32, 32, 4)][size] if quantised else [(128, 128, 8), (128, 64, 8), (32, 32, 8)][size]
+    if quantised:
+        return [(128, 64, 8), (32, 64, 4), (32, 32, 4)][size]
+    return [(128, 128, 8), (128, 32 if arch == "sm86" else 64, 8), (32, 32, 8)][size]
 
 
 def deterministic_plan(config: AttentionConfig, max_keys: int, seq_bytes: int, scratch_bytes: int) -> tuple[int, int, int]:
