@@ -3,13 +3,15 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import tkv
 from tkv import cli
-from tkv.demo import SCENARIOS, DemoError, run_scenario
+from tkv.demo import PICTURES, SCENARIOS, DemoError, run_scenario
 
 
 @pytest.fixture
@@ -35,6 +37,7 @@ def test_version(capsys):
         (["demo", "--dtype", "fp64"], "fp64"),
         (["demo", "--workers", "0"], "at least 1"),
         (["demo", "--workers", "two"], "two"),
+        (["demo", "--out", "map.png"], "only with --scenario shared-prefix"),
     ],
 )
 def test_wrong_arguments(argv, message, capsys):
@@ -56,7 +59,12 @@ def test_demo_passes_its_arguments_on(environ, monkeypatch):
     monkeypatch.setattr(cli, "run_scenario", lambda *args, **kwargs: calls.append((args, kwargs)) or 1)
     assert cli.main(["demo"]) == 1
     assert cli.main(["demo", "--scenario", "decode", "--dtype", "bf16", "--workers", "3"]) == 1
-    assert calls == [(("decode",), dict(dtype="fp32", workers=None)), (("decode",), dict(dtype="bf16", workers=3))]
+    assert cli.main(["demo", "--scenario", "shared-prefix", "--out", "map.png"]) == 1
+    assert calls == [
+        (("decode",), dict(dtype="fp32", workers=None, out=None)),
+        (("decode",), dict(dtype="bf16", workers=3, out=None)),
+        (("shared-prefix",), dict(dtype="fp32", workers=None, out=Path("map.png"))),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -83,7 +91,20 @@ def test_missing_package_is_named(monkeypatch):
 def test_unknown_scenario():
     with pytest.raises(KeyError, match="nonsense"):
         run_scenario("nonsense")
-    assert "decode" in SCENARIOS
+    assert {"decode", "shared-prefix"} <= set(SCENARIOS)
+
+
+@pytest.mark.parametrize("out", [None, Path("map.png")])
+def test_a_scenario_gets_a_picture_only_if_there_is_one(out, monkeypatch):
+    calls = []
+    module = SimpleNamespace(run=lambda *args, **kwargs: calls.append((args, kwargs)) or 0)
+    monkeypatch.setattr("tkv.demo.import_module", lambda name: module)
+    assert run_scenario("shared-prefix", workers=2, out=out) == 0
+    assert calls == [(("fp32", 2), {} if out is None else {"out": out})]
+
+
+def test_pictures_are_of_scenarios():
+    assert set(PICTURES) <= set(SCENARIOS)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 import tkv
-from tkv.demo import DRAWING, SCENARIOS, DemoError, run_scenario
+from tkv.demo import PICTURES, SCENARIOS, DemoError, run_scenario
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -68,11 +68,12 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     demo.add_argument("--scenario", choices=SCENARIOS, default="decode", help="what to show (default: %(default)s)")
     demo.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="of model and unquantised cache (default: %(default)s)")
     demo.add_argument("--workers", type=_positive, help="processes at a time on a CPU (default: one a core, at most one a task)")
-    demo.add_argument("--out", type=Path, metavar="FILE.png", help=f"where {', '.join(DRAWING)} draws (default: tkv-page-map.png)")
+    drawings = ", ".join(f"of {scenario} (default: {file})" for scenario, file in PICTURES.items())
+    demo.add_argument("--out", type=Path, metavar="FILE.png", help=f"the picture {drawings}")
 
     def run(args: argparse.Namespace) -> int:
-        if args.out is not None and args.scenario not in DRAWING:
-            demo.error(f"argument --out: only with --scenario {', '.join(DRAWING)}")
+        if args.out is not None and args.scenario not in PICTURES:
+            demo.error(f"argument --out: only with --scenario {' or '.join(PICTURES)}")
         return run_scenario(args.scenario, dtype=args.dtype, workers=args.workers, out=args.out)
 
     demo.set_defaults(run=run)

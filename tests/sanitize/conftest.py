@@ -16,7 +16,9 @@ def pytest_collection_modifyitems(items):
 def checker(request):
     """The checker's own counts. A case fails if nothing in it was launched, or if a launch was too large to be checked for races."""
     plugins = request.config.pluginmanager.get_plugins()
-    (state,) = [plugin.state for plugin in plugins if hasattr(getattr(plugin, "state", None), "races_unchecked")]
+    states = [plugin.state for plugin in plugins if hasattr(getattr(plugin, "state", None), "races_unchecked")]
+    assert len(states) == 1, "TKV_SANITIZE=1 is for runs under the checker: make sanitize"
+    (state,) = states
     launches, unchecked = state.launches, state.races_unchecked
     yield state
     assert state.launches > launches, "nothing was launched under the checker"

@@ -11,8 +11,8 @@ from pathlib import Path
 
 # Name of a scenario -> the module whose ``run(dtype, workers)`` shows it and returns the exit status.
 SCENARIOS = {"decode": "tkv.demo.decode", "shared-prefix": "tkv.demo.shared_prefix"}
-# Those that draw: their ``run`` takes ``out``, the picture's file, too.
-DRAWING = ("shared-prefix",)
+# Those that draw -> the picture's file, unless their ``run`` is given another as ``out``.
+PICTURES = {"shared-prefix": "tkv-page-map.png"}
 
 
 class DemoError(RuntimeError):
@@ -26,7 +26,7 @@ def run_scenario(name: str, *, dtype: str = "fp32", workers: int | None = None, 
         name: one of `SCENARIOS`.
         dtype: of the model and of its unquantised cache, ``"fp32"`` or ``"bf16"``.
         workers: processes at a time on a CPU; one for each core if None, at most one for each task.
-        out: the file of the picture, of a scenario of `DRAWING`; its own choice if None.
+        out: the file of the picture, of a scenario of `PICTURES`; the one named there if None.
 
     Returns:
         0, or 1 if what the scenario shows did not come true.

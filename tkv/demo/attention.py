@@ -25,6 +25,7 @@ from tkv import (
 )
 from tkv.demo.loads import count_loads
 from tkv.errors import UnsupportedError
+from tkv.ops.cascade import paying
 from tkv.pages import Batch, BatchTensors
 
 NAME = "tkv"
@@ -211,7 +212,7 @@ class ServedModel:
         batch = self.manager.step(seqs, tokens=newest)
         tensors = batch.tensors(self.caches[0].device)
         levels = [level.to(self.caches[0].device) for level in find_shared_levels(batch.page_table, batch.seq_lens, self.page_size)]
-        self.shared_keys = tuple(level.max_len for level in levels)
+        self.shared_keys = tuple(level.max_len for level in paying(levels))
         attend = partial(
             _decode_shared,
             batch=batch,
@@ -318,8 +319,8 @@ def _forward(model: Any, ids: torch.Tensor, step: Step, **options: Any) -> torch
 
 def _attend_to_new(cache: KVCache, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None) -> torch.Tensor:
     """By torch: a prefill, where all keys are new."""
-    heads_first = (tensor.transpose(1, 2) for tensor in (q, k, v))
-    return torch.nn.functional.scaled_dot_product_attention(*heads_first, is_causal=True, scale=scale, enable_gqa=True).transpose(1, 2)
+    q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True).transpose(1, 2)
 
 
 def _decode(

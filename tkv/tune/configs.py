@@ -158,8 +158,8 @@ def default_prefill(
     needed = max(16, 1 << (rows - 1).bit_length())
     if needed < block_m:
         # A tile of few rows has no work for more than four warps.
-        block_m, num_warps = needed, min(num_warps, 4) if compute_bits == 16 else num_warps
-        block_n = min(block_n, 64)
+        block_m, block_n = needed, min(block_n, 64)
+        num_warps = min(num_warps, 4) if compute_bits == 16 and needed <= 32 else num_warps
     if arch.startswith("gfx"):
         return AttentionConfig(block_m, block_n, num_warps, num_stages=1)
     return AttentionConfig(block_m, block_n, num_warps, num_stages=1 if compute_bits == 32 else 2, max_registers=255)
@@ -172,7 +172,7 @@ def _prefill_tile(arch: str, head_dim: int, quantised: bool, compute_bits: int, 
         # IEEE products hold both operands in registers.
         return [(32, 32, 8), (16, 16, 8), (16, 16, 8)][size] if quantised else [(32, 32, 8), (32, 32, 8), (16, 16, 8)][size]
     if arch.startswith("gfx9"):
-        return [(128, 32 if scaled else 64, 8), (128, 32, 8), (64, 32, 8)][size]
+        return [(128, 32 if scaled else 64, 8), (128, 32, 8), (64, 16 if scaled else 32, 8)][size]
     if arch.startswith("gfx"):
         return [(64, 32, 8), (64, 16, 8), (32, 16, 8)][size]
     # From sm90 on the matrix unit reads its second operand from shared memory; before, every warp unpacks all of a quantised tile.
@@ -184,7 +184,7 @@ def _prefill_tile(arch: str, head_dim: int, quantised: bool, compute_bits: int, 
         return [(128, 64, 8), (128, 64, 8), (64, 32, 8)][size]
     if quantised:
         return [(128, 64, 8), (32, 64, 4), (32, 32, 4)][size]
-    return [(128, 128, 8), (128, 32 if arch == "sm86" else 64, 8), (32, 32, 8)][size]
+    return [(128, 128, 8), (128, 32 if arch in ("sm86", "sm89") else 64, 8), (32, 32, 8)][size]
 
 
 def deterministic_plan(config: AttentionConfig, max_keys: int, seq_bytes: int, scratch_bytes: int) -> tuple[int, int, int]:
