@@ -33,6 +33,11 @@ ALL_OPTIONS = {name: value for options in OPTIONS.values() for name, value in op
 LIES = (2**31 - 1, 2**30, 1000, -1, -(2**31), 2**32 + 1, 2**62, -(2**62))
 
 
+def lies_of(dtype):
+    """Those of LIES that a tensor of indices can hold."""
+    return [lie for lie in LIES if torch.iinfo(dtype).min <= lie <= torch.iinfo(dtype).max]
+
+
 def dense(tensor):
     """A copy that has its memory to itself: one element further lies outside of every tensor."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
@@ -90,6 +95,15 @@ def fault_of(launch):
         launch()
     assert type(caught.value).__name__ == "KernelFault", repr(caught.value)
     return caught.value.fault
+
+
+def stays_inside(launch):
+    """Assert that a call reads and writes nothing outside of its tensors. Wrong numbers may give rows to two programs: a race is allowed."""
+    try:
+        launch()
+    except Exception as error:
+        if type(error).__name__ != "KernelFault" or error.fault.kind != "race":
+            raise
 
 
 def chain_and_forks(num_seqs, size):

@@ -6,13 +6,15 @@ import pytest
 import torch
 from checked import (
     ALL_OPTIONS,
-    LIES,
     OPTIONS,
     SPLITS,
     WHOLE,
     chain_and_forks,
+    dense,
     lied,
+    lies_of,
     only_written_in,
+    stays_inside,
     tight,
     tight_level,
     view_for_out,
@@ -50,7 +52,8 @@ def forked(kind="fp16", q_len=2, page_size=16, **options):
 
 
 @pytest.mark.parametrize(
-    ("kind", "shape"), [(kind, shape) for i, kind in enumerate(FORMATS) for shape in (list(SHAPES)[i % 4], list(SHAPES)[(i + 2) % 4])]
+    ("kind", "shape"),
+    [(kind, list(SHAPES)[i % 4]) for i, kind in enumerate(FORMATS)] + [("fp16", "page16"), ("int8/token_head", "page3")],
 )
 def test_every_format_on_three_levels(kind, shape, checker):
     page_size, kv_heads, group, dim, q_len, layout, config, level_config = SHAPES[shape]
@@ -140,11 +143,11 @@ def test_groups_of_no_sequences_and_groups_of_no_keys(keys):
 
 @pytest.mark.parametrize(("dtype", "page_size"), [(torch.int32, 16), (torch.int64, 3)])
 def test_wrong_numbers_lead_nowhere_and_harm_no_other_group(dtype, page_size):
-    lies = [lie for lie in LIES if -(2**31) <= lie < 2**31 or dtype == torch.int64]
+    lies = lies_of(dtype)
     paths = [(group,) for group in range(len(lies) + 1) for _ in range(2)] + [()]
     nodes, own = [37] * (len(lies) + 1), [4] * len(paths)
     problem = grow("int8/token_head", nodes, paths, own, page_size, 1, 2, 16, torch.float16, apart=True, index_dtype=dtype)
-    problem = tight(problem, config=SPLITS, level_config=SPLITS)
+    problem = tight(problem, config=WHOLE, level_config=SPLITS)
     out, lse = problem.check()
     honest = slice(2 * len(lies), None)
     (level,) = problem.levels
@@ -155,3 +158,16 @@ def test_wrong_numbers_lead_nowhere_and_harm_no_other_group(dtype, page_size):
     for problem in wrong:
         other, other_lse = problem.run()
         assert torch.equal(other[honest], out[honest]) and torch.equal(other_lse[honest], lse[honest])
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_wrong_starts_of_groups_lead_nowhere(dtype):
+    problem = grow("fp16", [32, 20], [(0,), (0,), (1,), (1,)], [5, 9, 0, 3], 16, 1, 3, 16, torch.float16, apart=True, index_dtype=dtype)
+    problem = tight(problem, config=WHOLE, level_config=SPLITS)
+    problem.check()
+    (level,) = problem.levels
+    for at in range(3):
+        for lie in (1, *lies_of(dtype)):
+            wrong = dense(level.cu_seqs)
+            wrong[at] = lie
+            stays_inside(replace(problem, levels=[replace(level, cu_seqs=wrong)]).run)

@@ -92,7 +92,7 @@ PLANTS = {
         "tiles/attend.py", "words < STORAGE.DIM // STORAGE.PLANES", "words < STORAGE.WIDTH", "oob_read", "cache", decode,
     ),
     "the rows of a sequence that is none are looked up": (
-        "tiles/rows.py", "cu_seqlens_ptr + seq + 1, mask=seq < num_seqs, other=num_rows", "cu_seqlens_ptr + seq + 1",
+        "tiles/rows.py", "cu_seqlens_ptr + seq + 1, mask=seq < num_seqs, other=rest_end", "cu_seqlens_ptr + seq + 1",
         "oob_read", "cu_seqlens_ptr", prefill,
     ),
     "more of a mask than it has is read": (

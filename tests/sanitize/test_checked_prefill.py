@@ -7,14 +7,15 @@ import torch
 from checked import (
     ACROSS,
     ALL_OPTIONS,
-    LIES,
     OPTIONS,
     SPLITS,
     WHOLE,
     bytes_of_a_sequence,
     dense,
     lied,
+    lies_of,
     only_written_in,
+    stays_inside,
     tight,
     view_for_out,
     workspace_of,
@@ -147,8 +148,8 @@ def test_q_k_and_v_in_one_tensor():
 
 
 def test_launches_as_they_are_without_a_config():
-    tight(build("fp16", [20, 1, 0], [30, 140, 9], 16, 1, 3, 64, torch.float16, tail=3, index_dtype=torch.int64)).check()
-    tight(build("int8/token_head", [2, 1], [30, 140], 16, 1, 3, 64, torch.bfloat16, fresh=False, index_dtype=torch.int64)).check()
+    tight(build("fp16", [20, 1, 0], [30, 70, 9], 16, 1, 3, 32, torch.float16, tail=3, index_dtype=torch.int64)).check()
+    tight(build("int8/token_head", [2, 1], [30, 70], 16, 1, 3, 32, torch.bfloat16, fresh=False, index_dtype=torch.int64)).check()
 
 
 def test_rows_of_sequences_without_keys_and_rows_of_no_sequence():
@@ -177,7 +178,7 @@ def test_wrong_numbers_lead_nowhere_and_harm_no_other_sequence(dtype, page_size,
     problem = build("int8/token_head", [2] * 9, [37] * 9, page_size, 1, 2, 16, torch.float16, fresh=fresh, index_dtype=dtype, **options)
     problem = tight(problem, config=SPLITS)
     out, lse = problem.check()
-    lies = [lie for lie in LIES if -(2**31) <= lie < 2**31 or dtype == torch.int64]
+    lies = lies_of(dtype)
     for name in ("prefix_lens", "page_table", *(name for name in ("kv_start", "q_start") if name in options)):
         wrong = lied(problem.options.get(name, getattr(problem, name, None)), lies)
         if name in options:
@@ -189,6 +190,18 @@ def test_wrong_numbers_lead_nowhere_and_harm_no_other_sequence(dtype, page_size,
             other, other_lse = replace(problem, page_table=wrong, _truth=None).check()
         honest = slice(2 * len(lies), None)
         assert torch.equal(other[honest], out[honest]) and torch.equal(other_lse[honest], lse[honest])
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_wrong_starts_of_sequences_lead_nowhere(dtype):
+    problem = build("fp16", [2, 9, 1], [20, 7, 40], 16, 1, 3, 16, torch.float16, tail=2, index_dtype=dtype)
+    problem = tight(problem, config=SPLITS, max_q_len=2)
+    problem.check()
+    for at in range(4):
+        for lie in (3, *lies_of(dtype)):
+            wrong = dense(problem.cu_seqlens)
+            wrong[at] = lie
+            stays_inside(replace(problem, cu_seqlens=wrong).run)
 
 
 def test_cached_keys_that_no_row_sees_are_not_read():

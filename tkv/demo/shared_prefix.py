@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import time
 import warnings
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -105,7 +107,10 @@ def run(dtype: str = "fp32", workers: int | None = None, out: Path | None = None
     questions = tuple(tuple(tokenizer.encode(chat_turn(question))) for question in QUESTIONS)
     task = Task("served", dtype, gguf, tuple(system), questions, started)
     on_gpu = device().type == "cuda"
-    served, own = run_tasks(run_task, [task, replace(task, kind="own")], 1 if on_gpu else workers or cores())
+    tasks = [task, replace(task, kind="own")]
+    processes = min(1 if on_gpu else workers or cores(), len(tasks))
+    with _threads_of_numpy(max(1, cores() // processes)):
+        served, own = run_tasks(run_task, tasks, processes)
 
     where = torch.cuda.get_device_name() if on_gpu else "CPU, kernels in Triton's interpreter"
     print(f"{served.model}; {dtype}, on {where}\n")
@@ -123,6 +128,18 @@ def run(dtype: str = "fp32", workers: int | None = None, out: Path | None = None
     if not same:
         print("The tokens differ from those of the model's own attention" + ("." if dtype == "fp32" else ": rounding."))
     return 0 if same or dtype != "fp32" else 1
+
+
+@contextmanager
+def _threads_of_numpy(count: int) -> Iterator[None]:
+    """Threads of numpy's matrix products, in which the interpreter computes, in processes that start here; by itself it takes all cores."""
+    before = {name: os.environ.get(name) for name in ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
+    os.environ.update({name: str(count) for name, value in before.items() if value is None})
+    try:
+        yield
+    finally:
+        for name in [name for name, value in before.items() if value is None]:
+            del os.environ[name]
 
 
 def run_task(task: Task) -> Any:

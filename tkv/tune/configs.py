@@ -117,7 +117,7 @@ def default_decode(arch: str, head_dim: int, bits: int, compute_bits: int, rows:
         return AttentionConfig(16, 16, num_warps=8 if head_dim > 64 else 4, num_stages=1 if wide else 2, max_registers=255)
     block_m = 16 if wide or rows <= 16 else 32
     if wide:
-        block_n = 64 if bits == 8 and not arch.startswith("sm12") else 32
+        block_n = 64 if bits == 8 and arch != "sm89" and not arch.startswith("sm12") else 32
     elif block_m == 32:
         block_n = 32 if bits == 8 else 64
     elif bits == 8:
