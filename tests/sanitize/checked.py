@@ -98,7 +98,7 @@ def fault_of(launch):
 
 
 def stays_inside(launch):
-    """Assert that a call reads and writes nothing outside of its tensors. Wrong numbers may give rows to two programs: a race is allowed."""
+    """Assert that a call touches nothing outside of its tensors. Wrong numbers may give a row to two programs: races are allowed."""
     try:
         launch()
     except Exception as error:

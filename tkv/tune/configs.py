@@ -172,7 +172,7 @@ def _prefill_tile(arch: str, head_dim: int, quantised: bool, compute_bits: int, 
         # IEEE products hold both operands in registers.
         return [(32, 32, 8), (16, 16, 8), (16, 16, 8)][size] if quantised else [(32, 32, 8), (32, 32, 8), (16, 16, 8)][size]
     if arch.startswith("gfx9"):
-        return [(128, 32 if scaled else 64, 8), (128, 32, 8), (64, 16 if scaled else 32, 8)][size]
+        return [(128, 32 if scaled else 64, 8), (128, 32, 8), (64, 16 if scaled or arch == "gfx90a" else 32, 8)][size]
     if arch.startswith("gfx"):
         return [(64, 32, 8), (64, 16, 8), (32, 16, 8)][size]
     # From sm90 on the matrix unit reads its second operand from shared memory; before, every warp unpacks all of a quantised tile.
