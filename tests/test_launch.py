@@ -17,7 +17,9 @@ import json, sys, torch, tkv
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime.jit import create_function_from_signature
+from tkv.ops.attention import Options
 from tkv.ops.decode import plan_decode
+from tkv.ops.prefill import plan_prefill
 from tkv.ops.write import plan_write
 
 backend, keys = CUDABackend(GPUTarget("cuda", 90, 32)), {}
@@ -33,7 +35,11 @@ for seqs, width, hint in [(1, 7, None), (1, 2048, 30000), (3, 2047, 4000), (16, 
     q = torch.empty(seqs, 8, 64, dtype=torch.float16)
     table, lens = torch.empty(seqs, width, dtype=torch.int32), torch.empty(seqs, dtype=torch.int32)
     out, lse = torch.empty_like(q), torch.empty(seqs, 8)
-    for launch in plan_decode(q, cache, table, lens, out, lse, "sm90", scale=0.1, max_seq_len=hint):
+    for launch in plan_decode(q, cache, table, lens, out, lse, "sm90", False, Options(scale=0.1), max_seq_len=hint):
+        note(launch)
+    q, cu_seqlens = torch.empty(37 * seqs, 8, 64, dtype=torch.float16), torch.empty(seqs + 1, dtype=torch.int32)
+    args = (table, lens, cu_seqlens, q, torch.empty(37 * seqs, 8), "sm90", False, Options(scale=0.1))
+    for launch in plan_prefill(q, None, cache, *args, max_q_len=512, max_seq_len=hint):
         note(launch)
     new = torch.empty(seqs, 2, 64, dtype=torch.float16)
     note(plan_write(new, new, cache, torch.empty(seqs, dtype=torch.int64), "sm90"))
@@ -45,8 +51,8 @@ def test_batch_size_table_width_and_hints_do_not_compile_new_kernels():
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", KEYS], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
-    # decode is compiled once for results that are final and once for partial ones.
-    assert json.loads(done.stdout.splitlines()[-1]) == {"attention_kernel": 2, "merge_kernel": 1, "write_kernel": 1}
+    # decode and prefill are each compiled once for results that are final and once for partial ones.
+    assert json.loads(done.stdout.splitlines()[-1]) == {"attention_kernel": 4, "merge_kernel": 2, "write_kernel": 1}
 
 
 def test_partial_results_take_bounded_memory_and_long_sequences_are_spread_in_any_batch():

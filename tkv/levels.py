@@ -70,7 +70,7 @@ def find_shared_levels(
         pinned: logical keys before this one, whole pages, have their own index as position.
 
     Returns:
-        Levels, outermost first, with int32 tensors on the page table's device; empty if nothing is shared.
+        Levels, outermost first, with int32 tensors (int64 where a page id needs it) on the page table's device; empty if nothing is shared.
 
     Raises:
         ShapeError, DTypeError, RangeError: the named argument does not fit.
@@ -94,6 +94,9 @@ def find_shared_levels(
     for name, values in (("seq_lens", lens), ("kv_start", starts)):
         if len(values) != len(table):
             raise ShapeError(f"{name}: expected shape [{len(table)}], page_table's sequences, got [{len(values)}]")
+    if starts.size and not 0 <= starts.min() <= starts.max() < 2**30:
+        raise RangeError(f"kv_start: expected 0 to 2^30 - 1, got {int(starts.min())} to {int(starts.max())}")
+    page_size, pinned = int(page_size), int(pinned)
     lens = lens.clip(0, table.shape[1] * page_size)
     # Groups of each level: (sequences, first page, number of keys, position of the first).
     levels: list[list[tuple[np.ndarray, int, int, int]]] = []
@@ -148,12 +151,13 @@ def _level(groups: list[tuple[np.ndarray, int, int, int]], table: np.ndarray, pa
         count = -(-keys // page_size)
         row[:count] = table[seqs[0], page : page + count]
 
-    def tensor(values: Any) -> torch.Tensor:
-        return torch.from_numpy(np.asarray(values, np.int32)).to(device)
+    def tensor(values: Any, dtype: Any = np.int32) -> torch.Tensor:
+        return torch.from_numpy(np.asarray(values, dtype)).to(device)
 
     sizes = [len(seqs) for seqs, *_ in groups]
     return SharedLevel(
-        page_table=tensor(pages),
+        # Ids that no int32 holds are ids of no page, and have to stay so.
+        page_table=tensor(pages, np.int32 if np.abs(pages).max(initial=0) < 2**31 else np.int64),
         lens=tensor([keys for _, _, keys, _ in groups]),
         starts=tensor([position for *_, position in groups]),
         cu_seqs=tensor(np.cumsum([0, *sizes])),
@@ -164,7 +168,14 @@ def _level(groups: list[tuple[np.ndarray, int, int, int]], table: np.ndarray, pa
 
 
 def _integers(name: str, values: Any, dims: int) -> np.ndarray:
-    array = values.detach().cpu().numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
+    if isinstance(values, torch.Tensor):
+        if values.is_floating_point() or values.is_complex():
+            raise DTypeError(f"{name}: expected integers, got {str(values.dtype).removeprefix("torch.")}")
+        values = values.detach().cpu().numpy()
+    try:
+        array = np.asarray(values)
+    except ValueError:
+        raise ShapeError(f"{name}: expected rows of one length") from None
     if array.ndim != dims:
         raise ShapeError(f"{name}: expected {dims} dimension{'s' if dims > 1 else ''}, got shape {list(array.shape)}")
     if array.size and not np.issubdtype(array.dtype, np.integer):

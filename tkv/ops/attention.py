@@ -136,7 +136,8 @@ class Scratch:
         if self.workspace is None:
             memory = torch.empty(count * (dim + 1), dtype=torch.float32, device=device)
         else:
-            memory = self.workspace[: self.workspace.numel() // 4 * 4].view(torch.float32)
+            size = self.workspace.element_size()
+            memory = self.workspace[: self.limit // 4 * 4 // size].view(torch.float32)
         return memory[: count * dim].view(*shape, dim), memory[count * dim : count * (dim + 1)].view(shape)
 
 

@@ -25,8 +25,8 @@ from tkv.ops.attention import (
     run_all,
     tree_of,
 )
-from tkv.ops.checks import INTEGERS, MAX_POSITION, check_flag, check_int, check_pages, check_ragged, check_tensor, checks_on
-from tkv.ops.decode import check_decode, decode_config, plan_decode
+from tkv.ops.checks import INTEGERS, check_flag, check_int, check_pages, check_ragged, check_tensor, checks_on
+from tkv.ops.decode import check_decode, decode_config, plan_decode, row_positions
 from tkv.ops.launch import Launch, arch_name, interpreting, num_sms
 from tkv.tune.configs import MIN_KEYS_SAVED, AttentionConfig, split_plan
 
@@ -96,13 +96,17 @@ def shared_prefix_decode(
     """
     if check_flag("deterministic", deterministic):
         raise UnsupportedError("deterministic: how sequences are grouped depends on the batch; use paged_decode")
-    check_levels(levels, cache)
-    levels = paying(levels)
     options, config = check_decode(
         q, cache, page_table, seq_lens, scale=scale, softcap=softcap, alibi_slopes=alibi_slopes, window=window, sinks=sinks,
         sink_logits=sink_logits, kv_start=kv_start, q_start=q_start, mask=mask, max_seq_len=max_seq_len, return_lse=return_lse, out=out,
-        workspace=workspace, config=config, cover=check_members(levels, page_table, cache) if checks_on() else None,
+        workspace=workspace, config=config,
     )  # fmt: skip
+    check_levels(levels, cache)
+    levels = paying(levels)
+    if checks_on():
+        first, last = row_positions(q, seq_lens, options)
+        cover = check_members(levels, first, last, options, cache)
+        check_pages("seq_lens", page_table, seq_lens, kv_start, first, last, options.window, options.sinks, cache, cover)
     if level_config is not None:
         level_config = AttentionConfig.of(level_config)
     if out is None:
@@ -217,18 +221,23 @@ def check_levels(levels: object, cache: KVCache) -> None:
             raise ShapeError(f"{name}: expected at least one group and one sequence, got {num_groups} and {level.seqs.shape[0]}")
 
 
-def check_members(levels: Sequence[SharedLevel], page_table: torch.Tensor, cache: KVCache) -> torch.Tensor:
-    """Synchronous: groups of sequences that exist, of pages that exist. Gives the position up to which each sequence is covered."""
-    num_seqs = page_table.shape[0]
-    cover = torch.zeros(num_seqs, dtype=torch.int64, device=page_table.device)
+def check_members(
+    levels: Sequence[SharedLevel], first: torch.Tensor, last: torch.Tensor, options: Options, cache: KVCache
+) -> torch.Tensor:
+    """Synchronous: groups of sequences that exist, of pages that exist where their rows, at positions first..last, see them.
+
+    Gives the position up to which each sequence is covered.
+    """
+    cover = torch.zeros_like(first)
     for i, level in enumerate(levels):
         check_ragged(f"levels[{i}].cu_seqs", level.cu_seqs, level.seqs.shape[0])
         seqs = level.seqs.tolist()
-        if any(not 0 <= seq < num_seqs for seq in seqs) or len(set(seqs)) < len(seqs):
-            raise RangeError(f"levels[{i}].seqs: expected sequences from 0 to {num_seqs - 1}, each at most once, got {seqs[:16]}")
-        everything = torch.full_like(level.lens, MAX_POSITION - 1)
-        check_pages(f"levels[{i}].lens", level.page_table, level.lens, level.starts, everything, everything, None, 0, cache)
-        counts = level.cu_seqs.diff()
-        members = level.seqs[: int(level.cu_seqs[-1])].long()
-        cover[members] = (level.starts + level.lens).repeat_interleave(counts).long()
+        if any(not 0 <= seq < first.shape[0] for seq in seqs) or len(set(seqs)) < len(seqs):
+            raise RangeError(f"levels[{i}].seqs: expected sequences from 0 to {first.shape[0] - 1}, each at most once, got {seqs[:16]}")
+        group = torch.arange(level.lens.shape[0], device=first.device).repeat_interleave(level.cu_seqs.diff())
+        members, lens, starts = level.seqs[: group.shape[0]].long(), level.lens[group], level.starts[group]
+        check_pages(
+            f"levels[{i}].lens", level.page_table[group], lens, starts, first[members], last[members], options.window, options.sinks, cache
+        )
+        cover[members] = (starts + lens).to(cover.dtype)
     return cover

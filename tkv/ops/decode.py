@@ -120,6 +120,9 @@ def paged_decode(
     )  # fmt: skip
     check_flag("deterministic", deterministic)
     device = cache.device
+    if checks_on():
+        first, last = row_positions(q, seq_lens, options)
+        check_pages("seq_lens", page_table, seq_lens, kv_start, first, last, options.window, options.sinks, cache)
     if out is None:
         out = torch.empty(*q.shape[:-1], cache.v_head_dim, dtype=q.dtype, device=device)
     lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=device) if return_lse else None
@@ -136,9 +139,9 @@ def check_decode(
     q: torch.Tensor, cache: KVCache, page_table: torch.Tensor, seq_lens: torch.Tensor, *, scale: float | None, softcap: float | None,
     alibi_slopes: torch.Tensor | None, window: int | None, sinks: int, sink_logits: torch.Tensor | None, kv_start: torch.Tensor | None,
     q_start: torch.Tensor | None, mask: torch.Tensor | None, max_seq_len: int | None, return_lse: bool, out: torch.Tensor | None,
-    workspace: torch.Tensor | None, config: AttentionConfig | dict[str, Any] | None, cover: torch.Tensor | None = None,
+    workspace: torch.Tensor | None, config: AttentionConfig | dict[str, Any] | None,
 ) -> tuple[Options, AttentionConfig | None]:  # fmt: skip
-    """The options and the config of a call of decoding; each argument with its own error. Keys at positions before `cover` are not read."""
+    """The options and the config of a call of decoding; each argument with its own error."""
     check_cache(cache)
     device = cache.device
     rows = ("num_seqs", "q_len") if isinstance(q, torch.Tensor) and q.dim() == 4 else ("num_seqs",)
@@ -165,10 +168,16 @@ def check_decode(
     if config is not None:
         config = AttentionConfig.of(config)
     check_launchable(device)
-    if checks_on():
-        first = seq_lens - q_len + (0 if kv_start is None else kv_start) if q_start is None else q_start
-        check_pages("seq_lens", page_table, seq_lens, kv_start, first, first + q_len - 1, options.window, options.sinks, cache, cover)
     return options, config
+
+
+def row_positions(q: torch.Tensor, seq_lens: torch.Tensor, options: Options) -> tuple[torch.Tensor, torch.Tensor]:
+    """Positions of each sequence's first and last query row."""
+    q_len = q.shape[1] if q.dim() == 4 else 1
+    first = options.q_start
+    if first is None:
+        first = seq_lens - q_len if options.kv_start is None else seq_lens + options.kv_start - q_len
+    return first, first + (q_len - 1)
 
 
 def plan_decode(

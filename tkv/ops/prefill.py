@@ -201,14 +201,16 @@ def plan_prefill(
     kernel = kernel_for(q.dtype, cache, options, config, arch, interpret)
     num_tiles = total * group // config.block_m + num_seqs + 1
     capacity = page_table.shape[1] * cache.page_size + (total if kv is not None else 0)
-    keys = options.max_visible(capacity, None if deterministic else max_seq_len, longest)
 
     scratch, row_bytes = Scratch(workspace), q.shape[1] * (cache.v_head_dim + 1) * 4
-    split_q_len = max(1, config.block_m // group)
+    # In steps that keep strides a multiple of 16, so that no length compiles a kernel of its own.
+    step = 16 // math.gcd(16, q.shape[1])
+    split_q_len = -(-max(1, config.block_m // group) // step) * step
     at_once = num_seqs
     if deterministic:
         # Cached and new keys, sink tokens and windows each end in a tile of their own.
-        splits, tiles, at_once = deterministic_plan(config, keys + 5 * config.block_n, split_q_len * row_bytes, scratch.limit)
+        keys = options.max_visible(capacity, None, split_q_len) + 5 * config.block_n
+        splits, tiles, at_once = deterministic_plan(config, keys, split_q_len * row_bytes, scratch.limit)
         if workspace is not None and splits * split_q_len * row_bytes > scratch.limit:
             raise ShapeError(f"workspace: deterministic needs {splits * split_q_len * row_bytes} bytes a sequence, got {scratch.limit}")
     else:
@@ -218,6 +220,8 @@ def plan_prefill(
             split_q_len = longest
         # Eight splits of each row should find room.
         split_q_len = max(1, min(split_q_len, longest, scratch.limit // (8 * num_seqs * row_bytes)))
+        split_q_len = -(-split_q_len // step) * step
+        keys = options.max_visible(capacity, max_seq_len, longest)
         splits, tiles = split_plan(
             config, num_programs, keys, num_sms(q.device), num_seqs * split_q_len * row_bytes, scratch.limit
         )

@@ -131,6 +131,8 @@ def attend_tiles(
                 visible = visible & (positions[:, None] >= key_positions)
             if ATTEND.HAS_WINDOW:
                 visible = visible & in_window(positions[:, None] - key_positions, key_positions, limits.window, limits.sinks)
+                # Windows of rows that stand far apart leave keys between them, which may hold anything.
+                seen = seen & (tl.max(visible.to(tl.int32), axis=0) > 0)
         scale = rows_scale
         if ATTEND.HAS_SOFTCAP or ATTEND.HAS_ALIBI:
             x = x * rows_scale[:, None]
