@@ -170,7 +170,7 @@ def _level(groups: list[tuple[np.ndarray, int, int, int]], table: np.ndarray, pa
 def _integers(name: str, values: Any, dims: int) -> np.ndarray:
     if isinstance(values, torch.Tensor):
         if values.is_floating_point() or values.is_complex():
-            raise DTypeError(f"{name}: expected integers, got {str(values.dtype).removeprefix("torch.")}")
+            raise DTypeError(f"{name}: expected integers, got {str(values.dtype).removeprefix('torch.')}")
         values = values.detach().cpu().numpy()
     try:
         array = np.asarray(values)
