@@ -36,7 +36,7 @@ SPY = "$(SANITIZE_VENV)/bin/python"
 $(foreach v,$(VENV) $(SANITIZE_VENV),$(shell [ -e $(v)/bin/python ] || rm -f $(v)/.stamp*))
 
 # Empty where there is one worker or no pytest-xdist.
-XDIST = $$($(PY) -c 'import xdist' 2>/dev/null && [ $(WORKERS) -gt 1 ] && echo "-n $(WORKERS)" || true)
+XDIST = $$($(PY) -c 'import xdist' 2>/dev/null && [ $(WORKERS) -gt 1 ] && echo "-n $(WORKERS) --dist worksteal" || true)
 DOCTEST_IGNORE = --ignore=tkv/kernels --ignore=tkv/integrations --ignore-glob='tkv/demo*' --ignore=tkv/cli.py
 
 # $(call pip,venv,arguments): all that pip says goes to a log; large downloads and the start of the installation pass by.
