@@ -22,7 +22,7 @@ pytestmark = pytest.mark.compile
 SPILLS = json.loads(Path(__file__).with_name("spills.json").read_text())
 PAIRS = [("bf16", "bf16"), ("fp16", "fp16"), ("fp32", "fp32"), ("fp32", "bf16"), ("fp32", "int8/token_head")]
 PAIRS += [("bf16", kind) for kind in ("fp8_e4m3/tensor", "fp8_e4m3/token_head", "int8/token_head")]
-PREFILL_PAIRS = [("bf16", "bf16"), ("fp32", "fp32"), ("bf16", "fp8_e4m3/tensor"), ("bf16", "int8/token_head"), ("fp32", "int8/token_head")]
+PREFILL_PAIRS = [("bf16", kind) for kind in ("bf16", "fp8_e4m3/tensor", "int8/token_head")]
 SOURCES = {"fp32": "fp32", "fp16": "fp16"}
 
 
@@ -32,6 +32,7 @@ def default_cases() -> list[Case]:
     cases += [Case("write", SOURCES.get(kind, "bf16"), kind) for kind in supported_formats()]
     cases += [Case("copy", format=kind) for kind in ("bf16", "int8/token_head")]
     cases += [Case("prefill", dtype, kind, head_dim, q_len=1024) for head_dim in (64, 128, 256) for dtype, kind in PREFILL_PAIRS]
+    cases += [Case("prefill", "fp32", kind, q_len=1024) for kind in ("fp32", "int8/token_head")]
     cases += [Case("prefill_cached", "bf16", kind, q_len=1024) for kind in ("bf16", "int8/token_head")]
     cases += [Case("level", "bf16", kind) for kind in ("bf16", "fp8_e4m3/tensor")]
     return cases + [Case("merge"), Case("merge", "fp32", head_dim=256), Case("depth", q_len=64)]
@@ -47,6 +48,7 @@ def more_cases() -> list[Case]:
     cases += [Case("decode", dtype, kind, head_dim) for head_dim in (16, 80, 96) for dtype, kind in kinds]
     cases += [Case("decode", dtype, kind, softcap=True, alibi=True) for dtype, kind in kinds]
     cases += [Case("decode", dtype, kind, q_len=32, tree=True, window=True) for dtype, kind in kinds]
+    cases += [Case("prefill", "fp32", kind, head_dim, q_len=1024) for head_dim in (64, 256) for kind in ("fp32", "int8/token_head")]
     for op in ("prefill", "prefill_cached", "level"):
         for head_dim in (64, 128):
             for flags in ({"window": True}, {"softcap": True, "alibi": True}, {"tree": True}, {"page_size": 256}, {"q_len": 2}):
