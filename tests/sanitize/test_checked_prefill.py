@@ -106,9 +106,9 @@ def test_hints_that_lie_decide_which_sequences_are_split(fresh, checker):
 
 def test_every_size_of_a_workspace(checker):
     problem = mixed(window=25)
-    one_split = 4 * 2 * 2 * (16 + 1) * 4
-    # Of a workspace that is too small for them, a single row of each sequence may be split.
-    for size, launches in ((0, 1), (one_split - 1, 1), (one_split, 2), (17 * one_split, 2), (17 * one_split + 3, 2)):
+    # Of two heads, rows are split eight at a time.
+    one_split = 4 * 8 * 2 * (16 + 1) * 4
+    for size, launches in ((0, 1), (2 * one_split - 1, 1), (2 * one_split, 2), (17 * one_split, 2), (17 * one_split + 3, 2)):
         before = checker.launches
         problem.check(max_q_len=2, workspace=workspace_of(problem, size))
         assert checker.launches - before == launches

@@ -34,7 +34,8 @@ def find_sequence(tile, starts_ptr, count, rows_each, BLOCK_M: tl.constexpr):
         low = tl.where(begins, middle, low)
         high = tl.where(begins, high, middle - 1)
     first = (tl.load(starts_ptr + low) - base) * rows_each // BLOCK_M + low
-    return low, (tile - first).to(tl.int32)
+    # Starts that lie lead to rows that do not exist.
+    return low, tl.minimum(tl.maximum(tile - first, 0), 1073741824 // BLOCK_M).to(tl.int32)
 
 
 @triton.jit
