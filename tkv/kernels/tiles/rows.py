@@ -42,7 +42,7 @@ def find_sequence(tile, starts_ptr, count, rows_each, BLOCK_M: tl.constexpr):
 def between(first, end, count):
     """(start, length) of a range, cut to what exists, [] int32."""
     first = tl.minimum(tl.maximum(first, 0), count).to(tl.int32)
-    return first, tl.maximum(tl.minimum(end, count).to(tl.int32) - first, 0)
+    return first, tl.maximum(tl.minimum(tl.maximum(end, 0), count).to(tl.int32) - first, 0)
 
 
 @triton.jit
