@@ -33,9 +33,11 @@ def effort(examples):
 
 
 def q_dtypes(kind):
-    """The dtypes of q that a format takes."""
+    """The dtypes of q that a format takes, its own first."""
     kind = tkv.KVFormat.parse(kind)
-    return tuple({torch.float32, kind.torch_dtype}) if kind.is_native else (torch.float32, torch.float16, torch.bfloat16)
+    if not kind.is_native:
+        return torch.float32, torch.float16, torch.bfloat16
+    return tuple(dict.fromkeys((kind.torch_dtype, torch.float32)))
 
 
 def poison_(tensor):

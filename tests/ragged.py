@@ -256,7 +256,7 @@ def build(
 
 
 # Tiles of keys times tiles of rows times heads that a problem may take, and rows of split results: about half a second in the interpreter.
-MAX_VISITS, MAX_SPLIT_ROWS = 32, 48
+MAX_VISITS, MAX_SPLIT_ROWS = 28, 36
 
 
 @st.composite
@@ -278,7 +278,7 @@ def ragged_problems(draw, kind=None, *, trees=(None, None, None, *TREES), unifor
     # A tile of the default config may have 128 rows: it takes longer.
     block_m, block_n, visits = (config.block_m, config.block_n, MAX_VISITS) if config else (128, 64, MAX_VISITS // (2 if is_split else 4))
 
-    most = MAX_SPLIT_ROWS // num_seqs if is_split else (6 if config else 3) // kv_heads * block_m
+    most = MAX_SPLIT_ROWS // num_seqs if is_split else (5 if config else 2) // kv_heads * block_m
     most = max(1, min(most // (group * kv_heads if is_split else group), 64 if uniform else 200))
     q_lens = []
     for _ in range(num_seqs):

@@ -23,7 +23,7 @@ SPLIT = AttentionConfig(16, 16, 4, 1, 32)
 @pytest.mark.parametrize("kind", FORMATS)
 def test_any_problem_agrees_with_the_reference(kind):
     @seed(FORMATS.index(kind))
-    @effort(9)
+    @effort(8)
     @given(problem=ragged_problems(kind), where=st.sampled_from([None, None, "float32", "view"]), sms=st.sampled_from([1, 132]))
     def search(problem, where, sms):
         tensors = [*problem.args, problem.cache.k, problem.cache.v, problem.cache.k_scale, *problem.options.values()]
@@ -82,7 +82,7 @@ def numbered(q, k, v):
 @pytest.mark.parametrize("fresh", [True, False], ids=["fresh", "cached"])
 @pytest.mark.parametrize("prefix", [0, 14, 15, 33])
 def test_row_i_sees_the_prefix_and_the_new_tokens_up_to_itself(prefix, fresh, config):
-    for n in (1, 16, 35):
+    for n in (1, 18, 34) if config is SMALL else (18,):
         out, lse = build("fp32", [n], [prefix], 16, 1, 1, 16, fresh=fresh, edit=numbered, launch={"config": config}).run()
         count = torch.arange(prefix + 1.0, prefix + n + 1, device=out.device)
         torch.testing.assert_close(out[:, 0, 0], (count + 1) / 2, rtol=1e-5, atol=0)
@@ -114,7 +114,7 @@ def test_each_row_has_a_window_of_its_own_over_prefix_and_new_tokens(fresh, wind
 def test_tokens_of_a_group_fill_tiles_of_rows_without_gaps(group):
     for fresh in (True, False):
         config = AttentionConfig(32, 16, 4, 1) if fresh else SMALL
-        build("fp32", [7, 1, 2], [9, 20, 0], 3, 1 if group > 5 else 2, group, 16, fresh=fresh, launch={"config": config}).check()
+        build("fp32", [5, 1, 2], [9, 20, 0], 3, 1 if group > 5 else 2, group, 16, fresh=fresh, launch={"config": config}).check()
 
 
 def test_chunks_that_end_where_tiles_of_rows_end():
@@ -255,7 +255,7 @@ class TestDeterministic:
             rows = torch.cat([torch.arange(bounds[s], bounds[s + 1]) for s in seqs])
             assert torch.equal(again, out[rows]) and torch.equal(lse_again, lse[rows])
 
-    @effort(9)
+    @effort(7)
     @given(st.data())
     def test_however_the_splits_of_prefix_new_tokens_sinks_and_window_fall(self, data):
         draw = data.draw
@@ -263,24 +263,25 @@ class TestDeterministic:
         options = draw(st.sampled_from([{}, {}, {"window": draw(st.integers(1, 40)), "sinks": draw(st.sampled_from([0, 1, 17]))}]))
         block_m, block_n = draw(st.sampled_from([(16, 16), (32, 16), (16, 32)]))
         launch = {"config": AttentionConfig(block_m, block_n, 4, 1, block_n), "deterministic": True}
+        page_size, fresh = draw(st.sampled_from([1, 3, 16])), draw(st.booleans())
         problem = build(
-            "fp32", [1 + q_lens[0], q_lens[1]], prefix_lens, draw(st.sampled_from([1, 3, 16])), 1, draw(st.sampled_from([1, 5])), 16,
-            fresh=draw(st.booleans()), tree=draw(st.sampled_from([None, None, "tree", "full"])), tail=draw(st.integers(0, 1)),
-            seed=draw(st.integers(0, 2**31)), launch=launch, **options,
+            "fp32", [1 + q_lens[0], q_lens[1]], prefix_lens, page_size, 1, draw(st.sampled_from([1, 5])), 16, fresh=fresh,
+            tree=draw(st.sampled_from([None, None, "tree", "full"])), tail=draw(st.integers(0, 1)), seed=draw(st.integers(0, 2**31)),
+            launch=launch, **options,
         )  # fmt: skip
         out, lse = problem.check()
-        alone = problem.select([0])
-        table = poison_(torch.empty(1, problem.page_table.shape[1] + draw(st.sampled_from([0, 1, 40])), dtype=torch.int32, device=DEVICE))
-        table[:, : problem.page_table.shape[1]] = alone.page_table
+        # Alone, in a table no wider than it must be, or in a wide one.
+        alone, width = problem.select([0]), -(-(prefix_lens[0] + (0 if fresh else 1 + q_lens[0])) // page_size)
+        table = poison_(torch.empty(1, width + draw(st.sampled_from([0, 0, 40])), dtype=torch.int32, device=DEVICE))
+        table[:, :width] = alone.page_table[:, :width]
         hints = {"max_q_len": draw(st.sampled_from([None, 0, 4, 100])), "max_seq_len": draw(st.sampled_from([None, 0, 10**6]))}
         again, lse_again = alone.change(page_table=table).run(**hints)
         rows = slice(0, 1 + q_lens[0])
         assert torch.equal(again, out[rows]) and torch.equal(lse_again, lse[rows])
 
-    @pytest.mark.parametrize(("window", "sinks"), [(17, 0), (20, 30)])
-    def test_tiles_of_many_rows_have_windows_of_more_keys_than_a_hint_says(self, window, sinks):
+    def test_tiles_of_many_rows_have_windows_of_more_keys_than_a_hint_says(self):
         launch = {"config": AttentionConfig(128, 16, 4, 1, 16), "deterministic": True}
-        problem = build("fp32", [100], [90], 16, 1, 1, 16, window=window, sinks=sinks, launch=launch)
+        problem = build("fp32", [100], [30], 16, 1, 1, 16, window=17, launch=launch)
         for a, b in zip(problem.check(), problem.run(max_q_len=1)):
             assert torch.equal(a, b)
 

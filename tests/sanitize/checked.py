@@ -38,6 +38,11 @@ def lies_of(dtype):
     return [lie for lie in LIES if torch.iinfo(dtype).min <= lie <= torch.iinfo(dtype).max]
 
 
+def far_off(dtype):
+    """What a start of rows may be instead: near, or the furthest that a tensor of indices can hold."""
+    return (1, -1, 2**31 - 1, -(2**31)) if dtype == torch.int32 else (2**32 + 1, 2**62, -(2**62))
+
+
 def dense(tensor):
     """A copy that has its memory to itself: one element further lies outside of every tensor."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
