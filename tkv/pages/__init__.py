@@ -1,7 +1,7 @@
 """The host side of a paged cache: which page belongs to whom. Pages and tokens, never keys and values."""
 
-from tkv.pages.batch import Batch, BatchTensors, CacheStats
+from tkv.pages.batch import Batch, BatchTensors, CacheStats, TailBatch, TailBatchTensors
 from tkv.pages.manager import CacheManager
 from tkv.pages.pool import PagePool
 
-__all__ = ["Batch", "BatchTensors", "CacheManager", "CacheStats", "PagePool"]
+__all__ = ["Batch", "BatchTensors", "CacheManager", "CacheStats", "PagePool", "TailBatch", "TailBatchTensors"]

@@ -73,7 +73,7 @@ class Batch:
     max_seq_len: int
 
     def tensors(self, device: torch.device | str | None = None) -> BatchTensors:
-        """The arrays as tensors.
+        """The arrays as tensors, those that the functions take.
 
         Args:
             device: where; on the CPU (None) they share the arrays' memory.
@@ -88,8 +88,91 @@ class Batch:
             >>> batch.page_table, batch.seq_lens, batch.slot_mapping
             (tensor([[0]], dtype=torch.int32), tensor([3], dtype=torch.int32), tensor([0, 1, 2]))
         """
-        arrays = {field.name: torch.from_numpy(getattr(self, field.name)) for field in fields(BatchTensors)}
-        return BatchTensors(**(arrays if device is None else {name: array.to(device) for name, array in arrays.items()}))
+        return BatchTensors(**self._tensors(BatchTensors, device))
+
+    def _tensors(self, kind: type[BatchTensors], device: torch.device | str | None) -> dict[str, torch.Tensor]:
+        arrays = {field.name: torch.from_numpy(getattr(self, field.name)) for field in fields(kind)}
+        return arrays if device is None else {name: array.to(device) for name, array in arrays.items()}
+
+
+@dataclass(frozen=True, eq=False)
+class TailBatchTensors(BatchTensors):
+    """A :class:`TailBatch` as tensors on a device, under the names that :func:`kivi_decode` and :func:`kivi_prefill` have for them."""
+
+    tail_page_table: torch.Tensor
+    tail_lens: torch.Tensor
+    conversions: torch.Tensor
+
+    @property
+    def kv_start(self) -> torch.Tensor:
+        """``[num_seqs]`` int32, the position of each tail's first token."""
+        return self.seq_lens
+
+
+@dataclass(frozen=True, eq=False)
+class TailBatch(Batch):
+    """A :class:`Batch` of a manager with a `tail_pool`: each sequence is in two caches, the newest tokens in the tail's.
+
+    In this order, for each layer:
+
+    1. convert: ``tkv.quantize_pages(tail_cache, cache, conversions[:, 0], conversions[:, 1])``,
+    2. apply `copies` to the tail's cache,
+    3. write the new keys and values to `slot_mapping` of the tail's cache,
+    4. attend, as :func:`kivi_decode` and :func:`kivi_prefill` do.
+
+    A page of the tail that is converted may be copied to, or written, in the same step: so conversions come first. What they read was
+    written by earlier steps, and what they write is read from this step's attention on.
+
+    Attributes:
+        page_table: ``[num_seqs, width]`` int32, each sequence's converted pages, -1 behind them.
+        seq_lens: ``[num_seqs]`` int32, tokens in them: the first of each sequence, whole pages.
+        prefix_lens: ``[num_seqs]`` int32, tokens of each sequence in both parts without the new ones: ``q_start``.
+        slot_mapping: ``[num_tokens]`` int64, slots of the tail's cache.
+        copies, copy_lens, filled: of the tail's cache.
+        max_seq_len: the largest of `seq_lens`.
+        tail_page_table: ``[num_seqs, tail_width]`` int32, pages of the tail's cache with each sequence's other tokens, -1 behind them.
+        tail_lens: ``[num_seqs]`` int32, tokens in them, the new ones included.
+        conversions: ``[num_conversions, 2]`` int32, (page of the tail's cache, page of the cache). No page comes twice.
+        max_tail_len: the largest of `tail_lens`.
+
+    Example:
+        >>> from tkv.pages import CacheManager, PagePool
+        >>> manager = CacheManager(PagePool(8), page_size=4, tail_pool=PagePool(8), tail_len=4)
+        >>> seq = manager.add(range(10))
+        >>> batch = manager.step({seq: range(10)})
+        >>> batch.seq_lens.tolist(), batch.tail_page_table.tolist(), batch.tail_lens.tolist()
+        ([0], [[0, 1, 2]], [10])
+        >>> batch = manager.step({seq: [10]})                      # of the second page token 7 is among the newest four
+        >>> batch.conversions.tolist(), batch.page_table.tolist(), batch.tail_page_table.tolist(), batch.kv_start.tolist()
+        ([[0, 0]], [[0]], [[1, 2]], [4])
+    """
+
+    tail_page_table: np.ndarray
+    tail_lens: np.ndarray
+    conversions: np.ndarray
+    max_tail_len: int
+
+    @property
+    def kv_start(self) -> np.ndarray:
+        """``[num_seqs]`` int32, the position of each tail's first token: `seq_lens`."""
+        return self.seq_lens
+
+    def tensors(self, device: torch.device | str | None = None) -> TailBatchTensors:
+        """The arrays as tensors, those that the functions take.
+
+        Args:
+            device: where; on the CPU (None) they share the arrays' memory.
+
+        Returns:
+            The tensors.
+
+        Example:
+            >>> from tkv.pages import CacheManager, PagePool
+            >>> manager = CacheManager(PagePool(8), page_size=4, tail_pool=PagePool(8), tail_len=4)
+            >>> manager.step({manager.add([5, 6]): [5, 6]}).tensors().tail_lens
+            tensor([2], dtype=torch.int32)
+        """
+        return TailBatchTensors(**self._tensors(TailBatchTensors, device))
 
 
 @dataclass(frozen=True)
@@ -108,6 +191,9 @@ class CacheStats:
         pages_cached: pages that no sequence uses, kept for prompts to come.
         pages_free: pages that hold nothing.
         waste: slots without a token in the pages that sequences use.
+        conversions: pages of tails that were converted.
+
+    With a `tail_pool`, `waste` and `copies` are the tails', and the numbers of pages are those of `pool`.
 
     Example:
         >>> from tkv.pages import CacheManager, PagePool
@@ -130,6 +216,7 @@ class CacheStats:
     pages_cached: int
     pages_free: int
     waste: int
+    conversions: int = 0
 
 
 def as_ids(name: str, values: Ints, *, low: int | None = 0) -> np.ndarray:

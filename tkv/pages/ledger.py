@@ -21,11 +21,19 @@ class Ledger(Sequences):
         self.prefix_cache = prefix_cache
         # A whole page is no part of a page.
         self.partial_tokens = self.size if partial_tokens is None else partial_tokens
-        self.num_copies = 0
+        self.num_copies = self.num_conversions = 0
+
+    def length(self, row: int) -> int:
+        """A row's tokens."""
+        return int(self.lens[row])
 
     def pages(self, row: int) -> np.ndarray:
         """A copy of a row's pages."""
         return self.table[row, : -(-int(self.lens[row]) // self.size)].copy()
+
+    def tail_pages(self, row: int) -> np.ndarray:
+        """None: all pages are of one pool."""
+        return np.zeros(0, np.int32)
 
     def ids_of(self, row: int) -> np.ndarray:
         """A row's tokens, UNKNOWN from the first that was not given."""
@@ -78,32 +86,28 @@ class Ledger(Sequences):
 
     def step(self, names: np.ndarray, ids: np.ndarray | None, new: np.ndarray) -> Batch:
         """Extend each sequence by so many tokens, or none of them."""
-        size = self.size
-        rows = np.array([self.row(seq) for seq in names.tolist()], np.int64)
-        if len(set(rows.tolist())) < rows.size:
-            raise RangeError(f"seqs: expected each sequence once, got {names.tolist()}")
+        rows = self.rows_of(names)
         before = self.lens[rows]
-        after = before + new
-        if after.size and after.max() > MAX_POSITION:
-            raise RangeError(f"tokens: expected sequences of at most {MAX_POSITION} tokens, got {after.max()}")
-        if ids is not None and np.any((self.known[rows] < before) & (new > 0)):
-            seq = names[np.argmax((self.known[rows] < before) & (new > 0))]
-            raise RangeError(f"tokens: sequence {seq} has tokens without ids; call identify first, or give counts alone")
-
-        first, last = -(-before // size), -(-after // size)
-        width, grown = int(last.max(initial=0)), last - first
-        copied, taken, missing = self._part(rows, before, new, int(grown.sum()))
+        check_growth(names, before, self.known[rows], ids, new)
+        grown = pages_of(before + new, self.size) - pages_of(before, self.size)
+        copied, taken, missing = self.part(rows, before, new, int(grown.sum()))
         if missing > 0:
             raise OutOfPages(
                 f"needs {self.index.num_available + missing:,} pages for {new.sum():,} tokens of {rows.size:,} sequences, "
                 f"{self.index.pool.num_free:,} of {self.index.pool.num_pages:,} are free and {self.index.num_idle:,} cached"
             )
-        self.reserve(0, width)
-        needed = copied.size + int(grown.sum())
-        self.index.evict(needed - self.index.pool.num_free)
-        pages = self.index.pool.allocate(needed)
+        self.reserve(0, int(pages_of(before + new, self.size).max(initial=0)))
+        return self.extend(names, rows, ids, new, copied, taken, self.index.take(copied.size + int(grown.sum())))
 
-        # From here on nothing fails.
+    def extend(
+        self, names: np.ndarray, rows: np.ndarray, ids: np.ndarray | None, new: np.ndarray, copied: np.ndarray, taken: np.ndarray,
+        pages: np.ndarray,
+    ) -> Batch:  # fmt: skip
+        """Extend each row by so many tokens, on pages that were taken for it. Nothing in here fails."""
+        size, before = self.size, self.lens[rows]
+        after = before + new
+        first, last = pages_of(before, size), pages_of(after, size)
+        width, grown = int(last.max(initial=0)), last - first
         sources, targets = self._tails(rows[copied], before[copied]), pages[: copied.size]
         self.index.tokens[targets] = self.index.tokens[sources]
         self.table[rows[copied], before[copied] // size] = targets
@@ -140,11 +144,19 @@ class Ledger(Sequences):
         if ids is not None:
             self.known[rows[new > 0]] = after[new > 0]
             for row in rows[done > whole].tolist():
-                self._publish(row)
+                self.publish(row)
         return batch
 
     def identify(self, seq: int, ids: np.ndarray) -> None:
         """Fill in the ids of a sequence's first unknown tokens."""
+        row = self.row(seq)
+        slots = self.unknown_slots(seq, ids)
+        self.index.tokens[slots] = ids
+        self.known[row] += ids.size
+        self.publish(row)
+
+    def unknown_slots(self, seq: int, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Pages and offsets of a sequence's first unknown tokens, which may have these ids."""
         row = self.row(seq)
         known, length = int(self.known[row]), int(self.lens[row])
         if ids.size > length - known:
@@ -154,9 +166,7 @@ class Ledger(Sequences):
         there = self.index.tokens[slots]
         if np.any((there != UNKNOWN) & (there != ids)):
             raise RangeError(f"tokens: a sequence that shares pages with {seq} has given other ids for the same tokens")
-        self.index.tokens[slots] = ids
-        self.known[row] += ids.size
-        self._publish(row)
+        return slots
 
     def truncate(self, seq: int, length: int) -> None:
         """Drop the last tokens, and what nobody else has of them."""
@@ -213,7 +223,7 @@ class Ledger(Sequences):
         """The pages of these rows that the tokens at these lengths go to."""
         return self.table[rows, lens // self.size]
 
-    def _part(self, rows: np.ndarray, before: np.ndarray, new: np.ndarray, grown: int) -> tuple[np.ndarray, np.ndarray, int]:
+    def part(self, rows: np.ndarray, before: np.ndarray, new: np.ndarray, grown: int) -> tuple[np.ndarray, np.ndarray, int]:
         """Who writes into a page that others need: who gets a copy, who takes the page over, and how many pages are missing.
 
         A page of several sequences has to be copied by all of them but the last. One that only the index has a claim on is copied while
@@ -234,7 +244,7 @@ class Ledger(Sequences):
         copied = must + may[: max(room, 0)]
         return np.array(copied, np.int64), np.array(may[max(room, 0) :], np.int64), -room
 
-    def _publish(self, row: int) -> None:
+    def publish(self, row: int) -> None:
         """Index a row's pages that have become whole; where the index has their like, the row uses that one from now on."""
         chain = self.chains[row]
         if chain is None:
@@ -254,6 +264,25 @@ class Ledger(Sequences):
             if self.index.claims[page]:
                 self.index.forget(page)
         self.index.release(pages[other][::-1])
+
+
+def check_growth(names: np.ndarray, before: np.ndarray, known: np.ndarray, ids: np.ndarray | None, new: np.ndarray) -> None:
+    """Whether sequences of these lengths and known tokens can have so many more.
+
+    Raises:
+        RangeError: one would be too long, or ids are given behind tokens without ids.
+    """
+    after = before + new
+    if after.size and after.max() > MAX_POSITION:
+        raise RangeError(f"tokens: expected sequences of at most {MAX_POSITION} tokens, got {after.max()}")
+    if ids is not None and np.any((known < before) & (new > 0)):
+        seq = names[np.argmax((known < before) & (new > 0))]
+        raise RangeError(f"tokens: sequence {seq} has tokens without ids; call identify first, or give counts alone")
+
+
+def pages_of(lens: np.ndarray, page_size: int) -> np.ndarray:
+    """How many pages tokens fill, the last one in part."""
+    return -(-lens // page_size)
 
 
 def ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:

@@ -12,6 +12,7 @@ from tkv.pages.batch import Batch, CacheStats, Ints, as_ids, as_work
 from tkv.pages.ledger import Ledger
 from tkv.pages.pool import PagePool
 from tkv.pages.prefix import ExtraKeys, PrefixIndex, root_hash
+from tkv.pages.tail import TailLedger
 
 
 class CacheManager:
@@ -30,14 +31,25 @@ class CacheManager:
     :meth:`fork` or a match that ends within a page, part: the step copies the page for the writer.
 
     Every call that raises leaves all sequences and references as they were. A manager is not safe for several threads at once, and has
-    its pool to itself.
+    its pools to itself.
+
+    With `tail_pool` every sequence is in two caches, as KIVI has it: its newest tokens in native pages of `tail_pool`, whole pages of older
+    ones in pages of `pool`, whose format may be one that is made a page at a time. New tokens go to the tail. A step converts those pages of
+    its sequences' tails that are full and older than the newest `tail_len` tokens, and gives them back to `tail_pool`: see
+    :class:`TailBatch`. So `tail_pool` needs room for all new tokens of a step beside `tail_len` tokens and a page of each sequence; a long
+    prompt comes in chunks, whose pages leave the tail in later steps. A page that several sequences of a step share is converted once, one
+    whose like is in `pool` already not at all. Prompts find whole converted pages and nothing of a tail: a freed sequence leaves none
+    behind. :meth:`truncate` cuts a tail anywhere, and what was converted between pages only.
 
     Args:
         pool: the pages.
         page_size: tokens of a page, as in the caches.
+        tail_pool: the pages of the tails, or None: each sequence is in pages of `pool` alone.
+        tail_len: with `tail_pool`, how many keys at least each new token sees in the tail, itself included, if they were written there; at
+            least 1.
         prefix_cache: whether prompts may find pages of others, and pages are kept once their sequences are gone.
         partial_tokens: the fewest tokens of a page that are worth a copy of it when a prompt agrees with the page no further; None: prompts
-            match whole pages only.
+            match whole pages only, which with `tail_pool` they do anyhow.
 
     Raises:
         DTypeError, RangeError: an argument is of another type or out of range.
@@ -55,14 +67,28 @@ class CacheManager:
         >>> batch = manager.step([first, second], tokens=[7, 8])   # decoding
     """
 
-    def __init__(self, pool: PagePool, page_size: int, *, prefix_cache: bool = True, partial_tokens: int | None = 1) -> None:
+    def __init__(
+        self, pool: PagePool, page_size: int, *, tail_pool: PagePool | None = None, tail_len: int = 128, prefix_cache: bool = True,
+        partial_tokens: int | None = 1,
+    ) -> None:  # fmt: skip
         if not isinstance(pool, PagePool):
             raise DTypeError(f"pool: expected a tkv.PagePool, got {type(pool).__name__}")
+        if tail_pool is not None and not isinstance(tail_pool, PagePool):
+            raise DTypeError(f"tail_pool: expected a tkv.PagePool or None, got {type(tail_pool).__name__}")
+        if tail_pool is pool:
+            raise RangeError("tail_pool: expected a pool of its own, for the pages of another cache, got pool")
         self.pool = pool
         self.page_size = check_int("page_size", page_size, 1)
         self.prefix_cache = check_flag("prefix_cache", prefix_cache)
         self.partial_tokens = None if partial_tokens is None else check_int("partial_tokens", partial_tokens, 1)
-        self._ledger = Ledger(PrefixIndex(pool, self.page_size), self.prefix_cache, self.partial_tokens)
+        self.tail_pool = tail_pool
+        self.tail_len = check_int("tail_len", tail_len, 1)
+        index = PrefixIndex(pool, self.page_size)
+        self._ledger: Ledger | TailLedger
+        if tail_pool is None:
+            self._ledger = Ledger(index, self.prefix_cache, self.partial_tokens)
+        else:
+            self._ledger = TailLedger(index, tail_pool, self.tail_len, self.prefix_cache)
         self._prompts = self._hits = self._asked = self._saved = 0
 
     @property
@@ -72,7 +98,7 @@ class CacheManager:
 
     @property
     def num_available(self) -> int:
-        """Pages that steps can still take: free ones and those that are only cached."""
+        """Pages of `pool` that steps can still take: free ones and those that are only cached."""
         return self._ledger.index.num_available
 
     def length(self, seq: int) -> int:
@@ -86,10 +112,10 @@ class CacheManager:
             >>> manager.length(manager.add([1, 2, 3]))             # none is computed yet
             0
         """
-        return int(self._ledger.lens[self._ledger.row(seq)])
+        return self._ledger.length(self._ledger.row(seq))
 
     def pages(self, seq: int) -> np.ndarray:
-        """``[ceil(length / page_size)]`` int32, a sequence's pages in order: a copy.
+        """``[num_pages]`` int32, a sequence's pages of `pool` in order, those of its tail not included: a copy.
 
         Raises:
             RangeError, DTypeError: there is no such sequence.
@@ -101,6 +127,20 @@ class CacheManager:
             [0, 1]
         """
         return self._ledger.pages(self._ledger.row(seq))
+
+    def tail_pages(self, seq: int) -> np.ndarray:
+        """``[num_pages]`` int32, the pages of a sequence's tail in order: a copy. Without `tail_pool` there are none.
+
+        Raises:
+            RangeError, DTypeError: there is no such sequence.
+
+        Example:
+            >>> manager = CacheManager(PagePool(8), page_size=4, tail_pool=PagePool(8))
+            >>> batch = manager.step({manager.add([1, 2, 3, 4, 5]): [1, 2, 3, 4, 5]})
+            >>> manager.pages(0).tolist(), manager.tail_pages(0).tolist()
+            ([], [0, 1])
+        """
+        return self._ledger.tail_pages(self._ledger.row(seq))
 
     def tokens(self, seq: int) -> np.ndarray:
         """``[length]`` int64, a sequence's token ids, -1 where they were not given.
@@ -178,10 +218,10 @@ class CacheManager:
                 ids are not known yet (sampled on the device, or a tree of drafts); prompts find them only after :meth:`identify`.
 
         Returns:
-            What to do: see :class:`Batch`.
+            What to do: see :class:`Batch`; with `tail_pool` a :class:`TailBatch`. Then a step without new tokens can still convert.
 
         Raises:
-            OutOfPages: free and cached pages are too few. Free or truncate sequences, or step fewer of them.
+            OutOfPages: free and cached pages, of either pool, are too few. Free or truncate sequences, or step fewer of them.
             RangeError: no such sequence, one that comes twice, tokens of a sequence with unidentified ones, a length above 2^30.
             DTypeError, ShapeError: an argument is of another kind.
 
@@ -275,7 +315,7 @@ class CacheManager:
             length: how many tokens stay, from 0 to its length.
 
         Raises:
-            RangeError, DTypeError: no such sequence or length.
+            RangeError, DTypeError: no such sequence or length; or a length within a converted page, which cannot be written on.
 
         Example:
             >>> manager = CacheManager(PagePool(8), page_size=4)
@@ -345,4 +385,5 @@ class CacheManager:
             pages_cached=ledger.index.num_idle,
             pages_free=self.pool.num_free,
             waste=ledger.waste(),
+            conversions=ledger.num_conversions,
         )

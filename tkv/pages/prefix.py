@@ -191,6 +191,11 @@ class PrefixIndex:
             dropped.append(page)
         self.pool.release(dropped)
 
+    def take(self, count: int) -> np.ndarray:
+        """Allocate pages that are available, idle ones where free ones are too few."""
+        self.evict(count - self.pool.num_free)
+        return self.pool.allocate(count)
+
     def evict(self, count: int) -> None:
         """Free at least so many idle pages, or all."""
         goal = self.pool.num_free + count

@@ -53,6 +53,17 @@ class Sequences:
             state = "has been freed" if 0 <= seq < self._next else "was never added"
             raise RangeError(f"seq: expected a living sequence, got {seq}, which {state}") from None
 
+    def rows_of(self, names: np.ndarray) -> np.ndarray:
+        """The rows of different sequences.
+
+        Raises:
+            RangeError: one is no living sequence, or comes twice.
+        """
+        rows = np.array([self.row(seq) for seq in names.tolist()], np.int64)
+        if len(set(rows.tolist())) < rows.size:
+            raise RangeError(f"seqs: expected each sequence once, got {names.tolist()}")
+        return rows
+
     def reserve(self, rows: int, width: int) -> None:
         """Room for so many more sequences, and tables of that width."""
         old_rows, old_width = self.table.shape
@@ -78,6 +89,13 @@ class Sequences:
         self.lens[row], self.known[row], self.chains[row] = length, known, chain
         self.reopen(row)
         return seq
+
+    def drop_first(self, rows: np.ndarray, counts: np.ndarray, page_size: int) -> None:
+        """Forget so many whole pages at the start of each row, and their tokens."""
+        for row, count in zip(rows[counts > 0].tolist(), counts[counts > 0].tolist()):
+            self.table[row, :-count] = self.table[row, count:].copy()
+            self.table[row, -count:] = -1
+        self.lens[rows] -= counts * page_size
 
     def remove(self, seq: int, num_pages: int) -> None:
         """Forget a sequence."""

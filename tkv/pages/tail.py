@@ -1,0 +1,225 @@
+"""Sequences in two parts: whole old pages in one cache, the newest tokens in another."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tkv.errors import OutOfPages, RangeError
+from tkv.pages.batch import TailBatch
+from tkv.pages.ledger import Ledger, check_growth, pages_of, ranges
+from tkv.pages.pool import PagePool
+from tkv.pages.prefix import PrefixIndex, page_hash
+
+
+class TailLedger:
+    """A :class:`Ledger` whose sequences' first tokens are in whole pages of `old`, which has the index, and whose rest is in `tail`.
+
+    Both have the same sequences, added and removed in the same order, so that a sequence has one number and one row in both. Positions in
+    `tail` count from its first token. All that can fail comes before the first change.
+    """
+
+    def __init__(self, index: PrefixIndex, tail_pool: PagePool, tail_len: int, prefix_cache: bool) -> None:
+        # No part of a page is long enough to match: a page that is not written to can be shared as a whole only.
+        self.old = Ledger(index, prefix_cache, index.page_size + 1)
+        self.tail = Ledger(PrefixIndex(tail_pool, index.page_size), False, None)
+        self.index = index
+        self.size = index.page_size
+        self.tail_len = tail_len
+        self.num_conversions = 0
+
+    @property
+    def names(self) -> list[int]:
+        """The living sequences, oldest first."""
+        return self.old.names
+
+    @property
+    def num_copies(self) -> int:
+        """Pages that were copied."""
+        return self.tail.num_copies
+
+    def row(self, seq: int) -> int:
+        """A sequence's row in both parts."""
+        return self.old.row(seq)
+
+    def length(self, row: int) -> int:
+        """A row's tokens."""
+        return self.old.length(row) + self.tail.length(row)
+
+    def pages(self, row: int) -> np.ndarray:
+        """A copy of a row's old pages."""
+        return self.old.pages(row)
+
+    def tail_pages(self, row: int) -> np.ndarray:
+        """A copy of the pages of a row's tail."""
+        return self.tail.pages(row)
+
+    def ids_of(self, row: int) -> np.ndarray:
+        """A row's tokens, UNKNOWN from the first that was not given."""
+        return np.concatenate([self.old.ids_of(row), self.tail.ids_of(row)])
+
+    def match(self, ids: np.ndarray, root: bytes) -> tuple[np.ndarray, int, list[bytes]]:
+        """The old pages that hold the longest known part of a prompt, how many tokens that is, and their hashes."""
+        return self.old.match(ids, root)
+
+    def start(self, ids: np.ndarray, root: bytes) -> tuple[int, int]:
+        """A sequence with what is known of a prompt and an empty tail, and how much that is."""
+        self.tail.reserve(1, 0)
+        found = self.old.start(ids, root)
+        self.tail.add(np.zeros(0, np.int32), 0, 0, None)
+        return found
+
+    def fork(self, seq: int) -> int:
+        """A second sequence on the pages of one."""
+        self.tail.reserve(1, self.tail.pages(self.row(seq)).size)
+        self.old.fork(seq)
+        return self.tail.fork(seq)
+
+    def step(self, names: np.ndarray, ids: np.ndarray | None, new: np.ndarray) -> TailBatch:
+        """Extend each sequence by so many tokens and convert what is old enough, or nothing of it."""
+        old, tail, size = self.old, self.tail, self.size
+        rows = old.rows_of(names)
+        cut, rest = old.lens[rows], tail.lens[rows]
+        before, known = cut + rest, old.known[rows] + tail.known[rows]
+        check_growth(names, before, known, ids, new)
+        # Every new token sees at least `tail_len` keys of the tail, itself included.
+        due = np.maximum((before + np.minimum(new, 1) - self.tail_len) // size - cut // size, 0)
+        users, places = np.repeat(rows, due), ranges(np.zeros_like(due), due)
+        sources = tail.table[users, places]
+        targets, converted = self._targets(rows, due)
+
+        adopted = targets[targets >= 0]
+        kept = np.count_nonzero(old.index.holders(np.unique(adopted)) == 0)
+        if converted.size > old.index.num_available - kept:
+            raise OutOfPages(
+                f"pool: needs {converted.size:,} pages for tokens that leave the tails of {rows.size:,} sequences, "
+                f"{old.index.pool.num_free:,} of {old.index.pool.num_pages:,} are free and {old.index.num_idle - kept:,} cached"
+            )
+        pool, grown = tail.index.pool, pages_of(rest + new, size) - pages_of(rest, size)
+        copied, taken, missing = tail.part(rows, rest, new, int(grown.sum()))
+        # Pages that nobody has once they are converted, which this step itself may write.
+        leaving, times = np.unique(sources, return_counts=True)
+        spare = leaving[pool.refs[leaving] == times]
+        if missing > spare.size:
+            raise OutOfPages(
+                f"tail_pool: needs {pool.num_free + missing:,} pages for {new.sum():,} tokens of {rows.size:,} sequences, "
+                f"{pool.num_free:,} of {pool.num_pages:,} are free and {spare.size:,} become free"
+            )
+        width = int((cut // size + due).max(initial=0))
+        old.reserve(0, width)
+        tail.reserve(0, int(pages_of(rest - due * size + new, size).max(initial=0)))
+        needed = copied.size + int(grown.sum())
+        reused, fresh = spare[:needed], np.zeros(0, np.int32)
+        # Held first, so that they are not evicted to make room.
+        old.index.hold(adopted)
+        try:
+            fresh = pool.allocate(needed - reused.size)
+            made = old.index.take(converted.size)
+        except BaseException:
+            pool.release(fresh)
+            old.index.release(adopted)
+            raise
+
+        # From here on nothing fails.
+        fill = targets < 0
+        targets[fill] = made[~targets[fill]]
+        old.index.hold(targets[fill])
+        old.index.release(made)
+        old.index.tokens[made] = tail.index.tokens[converted]
+        old.table[users, cut.repeat(due) // size + places] = targets
+        old.lens[rows] = cut + due * size
+        old.known[rows] = np.minimum(known, old.lens[rows])
+        tail.known[rows] = known - old.known[rows]
+        pool.share(reused)
+        pool.release(sources)
+        tail.drop_first(rows, due, size)
+        self.num_conversions += made.size
+
+        # A copy: later calls change the table, and what was handed out stays.
+        page_table = old.table[rows, :width]
+        written = tail.extend(names, rows, ids, new, copied, taken, np.concatenate([reused, fresh]))
+        for row in rows[due > 0].tolist():
+            old.publish(row)
+        return TailBatch(
+            seqs=names,
+            page_table=page_table,
+            seq_lens=old.lens[rows].astype(np.int32),
+            prefix_lens=before.astype(np.int32),
+            cu_seqlens=written.cu_seqlens,
+            slot_mapping=written.slot_mapping,
+            positions=ranges(before, new),
+            copies=written.copies,
+            copy_lens=written.copy_lens,
+            filled=written.filled,
+            max_q_len=written.max_q_len,
+            max_seq_len=width * size,
+            tail_page_table=written.page_table,
+            tail_lens=written.seq_lens,
+            conversions=np.stack([converted, made], 1),
+            max_tail_len=written.max_seq_len,
+        )
+
+    def identify(self, seq: int, ids: np.ndarray) -> None:
+        """Fill in the ids of a sequence's first unknown tokens."""
+        row = self.row(seq)
+        here = int(self.old.lens[row] - self.old.known[row])
+        unknown = here + int(self.tail.lens[row] - self.tail.known[row])
+        if ids.size > unknown:
+            raise RangeError(f"tokens: sequence {seq} has {unknown} tokens without ids, got {ids.size}")
+        self.tail.unknown_slots(seq, ids[here:])
+        self.old.identify(seq, ids[:here])
+        self.tail.identify(seq, ids[here:])
+
+    def truncate(self, seq: int, length: int) -> None:
+        """Drop the last tokens, and what nobody else has of them: any of the tail, whole pages of what is older."""
+        row = self.row(seq)
+        cut = self.old.length(row)
+        if length < cut and length % self.size:
+            raise RangeError(
+                f"length: expected {cut} or more, or a multiple of the page size {self.size}, got {length}: the first {cut} tokens of "
+                f"sequence {seq} are in converted pages, which cannot be written on"
+            )
+        self.tail.truncate(seq, max(length - cut, 0))
+        self.old.truncate(seq, min(length, cut))
+
+    def free(self, seq: int) -> None:
+        """End a sequence and keep its old pages."""
+        self.old.free(seq)
+        self.tail.free(seq)
+
+    def clear(self) -> None:
+        """Take all out of the index, and keep out of it what lives now."""
+        self.old.clear()
+
+    def waste(self) -> int:
+        """Slots without a token in pages of tails."""
+        return self.tail.waste()
+
+    def _targets(self, rows: np.ndarray, due: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Where the first pages of these rows' tails go.
+
+        A page that several of the rows share is converted once; one whose tokens the index has, or another of these pages has, with the
+        same ones before them, is not converted at all.
+
+        Returns:
+            A page for each in turn, ``~i`` where it is the one that the i-th conversion makes; and the pages that are converted.
+        """
+        targets: list[int] = []
+        converted: list[int] = []
+        chosen: dict[int | bytes, int] = {}
+        for row, count in zip(rows[due > 0].tolist(), due[due > 0].tolist()):
+            chain, known = self.old.chains[row], int(self.tail.known[row]) // self.size
+            # Behind old tokens without ids no page has a name.
+            name = chain[-1] if chain is not None and len(chain) - 1 == self.old.lens[row] // self.size else None
+            for i, page in enumerate(self.tail.table[row, :count].tolist()):
+                name = page_hash(name, self.tail.index.tokens[page]) if name is not None and i < known else None
+                target = chosen.get(page)
+                if target is None and name is not None:
+                    target = chosen.get(name, self.index.find(name))
+                if target is None:
+                    target = ~len(converted)
+                    converted.append(page)
+                chosen[page] = target
+                if name is not None:
+                    chosen[name] = target
+                targets.append(target)
+        return np.array(targets, np.int32), np.array(converted, np.int32)
