@@ -34,7 +34,7 @@ class CacheManager:
     its pools to itself.
 
     With `tail_pool` every sequence is in two caches, as KIVI has it: its newest tokens in native pages of `tail_pool`, whole pages of older
-    ones in pages of `pool`, whose format may be one that is made a page at a time. New tokens go to the tail. A step converts those pages of
+    ones in pages of `pool`, whose format may be one that is made a page at a time. New tokens go to the tail. A step converts the pages of
     its sequences' tails that are full and older than the newest `tail_len` tokens, and gives them back to `tail_pool`: see
     :class:`TailBatch`. So `tail_pool` needs room for all new tokens of a step beside `tail_len` tokens and a page of each sequence; a long
     prompt comes in chunks, whose pages leave the tail in later steps. A page that several sequences of a step share is converted once, one
