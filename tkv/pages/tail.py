@@ -208,8 +208,8 @@ class TailLedger:
         chosen: dict[int | bytes, int] = {}
         for row, count in zip(rows[due > 0].tolist(), due[due > 0].tolist()):
             chain, known = self.old.chains[row], int(self.tail.known[row]) // self.size
-            # Behind old tokens without ids no page has a name.
-            name = chain[-1] if chain is not None and len(chain) - 1 == self.old.lens[row] // self.size else None
+            # Where an id is known, those of all tokens before it are, so that the chain reaches to the tail.
+            name = None if chain is None else chain[-1]
             for i, page in enumerate(self.tail.table[row, :count].tolist()):
                 name = page_hash(name, self.tail.index.tokens[page]) if name is not None and i < known else None
                 target = chosen.get(page)
