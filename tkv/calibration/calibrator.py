@@ -146,7 +146,7 @@ class Calibrator:
         if not leading.numel():
             return
         # Under torch.inference_mode() the state would be of a kind that later batches outside of it could not be added to.
-        with torch.inference_mode(False), torch.no_grad():
+        with torch.inference_mode(False):
             states = self._seen.setdefault(layer, [None, None])
             for i, x in enumerate(tokens):
                 if x is None:

@@ -92,7 +92,7 @@ class Magnitudes:
         rank = (total.double() * percentile / 100).ceil().clamp(min=1)
         cumulative = self.counts.cumsum(1, dtype=torch.int64)
         bins = (cumulative < rank[:, None]).sum(1)
-        keys = (_window_top(self.absmax) - NUM_BINS - 1 + bins.clamp(min=1)).clamp(min=0)
+        keys = (_window_top(self.absmax) - NUM_BINS - 1 + bins).clamp(min=0)
         centre = (keys.int() << _MANTISSA_SHIFT).view(torch.float32)
         return torch.minimum(centre, self.absmax).where(rank < total, self.absmax).double()
 
@@ -151,7 +151,8 @@ def _centres() -> torch.Tensor:
 def _error_table(kind: KVFormat) -> tuple[torch.Tensor, torch.Tensor]:
     """Clipping magnitudes in units of the window's top, and the squared error of each bin's centre under each of them."""
     clips = torch.exp2(torch.arange(CLIPS_PER_OCTAVE * CLIP_OCTAVES + 1) / -CLIPS_PER_OCTAVE)
-    return clips, torch.stack([_squared_errors(_centres(), clip / largest_code(kind), kind) for clip in clips], 1)
+    errors = [_squared_errors(_centres()[:, None], part / largest_code(kind), kind) for part in clips.split(CLIPS_PER_OCTAVE)]
+    return clips, torch.cat(errors, 1)
 
 
 def _squared_errors(x: torch.Tensor, scale: torch.Tensor, kind: KVFormat) -> torch.Tensor:
