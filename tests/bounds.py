@@ -6,13 +6,15 @@ import torch
 BOUND = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 # Of a score, in units of what its terms add up to: some roundings of float32 sums.
 UNIT = 2.0**-20
+# The same where a float16 or bfloat16 q is multiplied with scales and rounded before the product.
+ROUNDED_UNIT = {torch.float32: UNIT, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
 # Where relative errors end: half a step of the smallest numbers of out's dtype, with room for one rounding in front of it.
 SMALLEST = {torch.float32: 1e-37, torch.float16: 2.0**-24, torch.bfloat16: 1e-37}
 # Half a step of a lifted float16 probability that is subnormal, and the unit of V's scales may be twice the largest of them.
 LEAST_P = 2.0**-39
 
 
-def assert_close_to_reference(out, lse, truth, q_dtype, v_size=0.0):
+def assert_close_to_reference(out, lse, truth, q_dtype, v_size=0.0, q_is_rounded=False):
     """Assert the bound of every row: |out - ref| <= (bound + u X) sum p |v|, and of its LSE.
 
     The probabilities' dtype does not enter the LSE: scores and their sum are float32. What is left is the error of the scores, at most
@@ -21,6 +23,7 @@ def assert_close_to_reference(out, lse, truth, q_dtype, v_size=0.0):
 
     `truth` is what `tkv.reference.paged_decode` returns. `v_size`, keys times the largest |v| of each sequence, is for probabilities in
     float16, which round to nothing below about 2^-39: seen only where all keys of more weight have a zero in that dimension.
+    `q_is_rounded`: the format's scales are multiplied into q before it is rounded.
     Gives the largest error of out in units of what is allowed.
     """
     ref, ref_lse, out_size, score_size = (t.cpu() for t in truth)
@@ -28,7 +31,8 @@ def assert_close_to_reference(out, lse, truth, q_dtype, v_size=0.0):
     assert got.shape == ref.shape, f"out: shape {tuple(got.shape)}, expected {tuple(ref.shape)}"
     assert not got.isnan().any(), f"out: NaN at {_first(got.isnan())}"
     # A row that sees nothing is zeros, not small numbers.
-    allowed = (BOUND[q_dtype] + UNIT * score_size[..., None]) * out_size + (SMALLEST[out.dtype] + LEAST_P * v_size) * (out_size > 0)
+    unit = ROUNDED_UNIT[q_dtype] if q_is_rounded else UNIT
+    allowed = (BOUND[q_dtype] + unit * score_size[..., None]) * out_size + (SMALLEST[out.dtype] + LEAST_P * v_size) * (out_size > 0)
     error = (got - ref).abs()
     wrong = error > allowed
     if wrong.any():
@@ -39,11 +43,11 @@ def assert_close_to_reference(out, lse, truth, q_dtype, v_size=0.0):
             f"(sum p |v| {out_size[at].item():.3g}, X {score_size[at[:-1]].item():.3g}); {int(wrong.sum())} of {wrong.numel()} numbers"
         )
     if lse is not None:
-        assert_close_lse(lse, ref_lse, score_size)
+        assert_close_lse(lse, ref_lse, score_size, unit)
     return (error / allowed.clamp_min(1e-300)).max().item() if error.numel() else 0.0
 
 
-def assert_close_lse(lse, ref_lse, score_size):
+def assert_close_lse(lse, ref_lse, score_size, unit=UNIT):
     """Assert the LSE of every row; -inf exactly where nothing is visible."""
     assert lse.dtype == torch.float32
     lse, ref_lse, score_size = lse.detach().cpu().double(), ref_lse.cpu(), score_size.cpu()
@@ -51,7 +55,7 @@ def assert_close_lse(lse, ref_lse, score_size):
     assert not lse.isnan().any(), f"lse: NaN at {_first(lse.isnan())}"
     empty = ref_lse == -torch.inf
     assert torch.equal(lse == -torch.inf, empty), f"lse: -inf in the wrong place, first at {_first((lse == -torch.inf) != empty)}"
-    allowed = 1e-5 + UNIT * score_size + 2.0**-23 * ref_lse.abs().masked_fill(empty, 0.0)
+    allowed = 1e-5 + unit * score_size + 2.0**-23 * ref_lse.abs().masked_fill(empty, 0.0)
     error = (lse - ref_lse).abs().masked_fill(empty, 0.0)
     wrong = error > allowed
     if wrong.any():

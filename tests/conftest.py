@@ -2,6 +2,7 @@
 
 import os
 import sys
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -46,9 +47,19 @@ def device():
 
 
 @pytest.fixture(autouse=True)
+def quick(request):
+    """The interpreter without what only takes time; tests/test_interpreter.py shows, without this, that it computes the same."""
+    from tkv.demo.interpreter import quick_interpreter
+
+    plain = SANITIZING or torch.cuda.is_available() or request.module.__name__ == "test_interpreter"
+    with nullcontext() if plain else quick_interpreter():
+        yield
+
+
+@pytest.fixture(autouse=True)
 def poisoned_scratch(monkeypatch):
     """Memory that tkv allocates without initialising it is full of what would spoil a result, instead of zeros by chance."""
-    from problems import poison_
+    from caches import poison_
 
     empty = torch.empty
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from bounds import assert_close_to_reference
+from caches import FORMATS, LAYOUTS, empty_cache, on_device, poison_, q_dtypes, store
 from hypothesis import settings
 from hypothesis import strategies as st
 
@@ -13,8 +14,6 @@ import tkv
 from tkv import reference
 from tkv.tune.configs import AttentionConfig
 
-FORMATS = ("fp32", "fp16", "bf16", "fp8_e4m3/tensor", "fp8_e4m3/token_head", "int8/token_head")
-LAYOUTS = ("nhd", "hnd", "mixed", "interleaved", "layers", "wide", "inline")
 SENTINELS = (2**31 - 1, -7)
 _EFFORT = {"ci": 1, "gpu": 4, "deep": 60}[os.environ.get("TKV_PROFILE", "ci")]
 
@@ -32,108 +31,11 @@ def effort(examples):
     return settings(max_examples=examples * _EFFORT)
 
 
-def q_dtypes(kind):
-    """The dtypes of q that a format takes, its own first."""
-    kind = tkv.KVFormat.parse(kind)
-    if not kind.is_native:
-        return torch.float32, torch.float16, torch.bfloat16
-    return tuple(dict.fromkeys((kind.torch_dtype, torch.float32)))
-
-
-def poison_(tensor):
-    """Fill with what would spoil a result: NaN, the NaN codes of fp8, -128, huge integers."""
-    if tensor.dtype == torch.float8_e4m3fn:
-        codes = tensor.view(torch.uint8)
-        codes.fill_(0x7F)
-        codes[..., 1::2].fill_(0xFF)
-    elif tensor.dtype.is_floating_point:
-        tensor.fill_(torch.nan)
-    elif tensor.dtype == torch.bool:
-        tensor.fill_(True)
-    elif tensor.element_size() == 1:
-        tensor.fill_(0x80 if tensor.dtype == torch.uint8 else -128)
-    else:
-        tensor.fill_(0x7F7F7F7F if tensor.element_size() >= 4 else 0x7F7F)
-    return tensor
-
-
-def bits(tensor):
-    """A copy of a tensor's bytes, for comparisons in which NaN equals itself."""
-    return torch.cat([tensor.reshape(-1)]).view(torch.uint8)
-
-
-def data_buffers(layout, shape, dtype):
-    """Poisoned tensors for K and V, [pages, page_size, heads, dim], laid out as engines do."""
-    pages, page_size, heads, dim = shape
-
-    def nhd():
-        return poison_(torch.empty(shape, dtype=dtype))
-
-    def hnd():
-        return poison_(torch.empty(pages, heads, page_size, dim, dtype=dtype)).transpose(1, 2)
-
-    if layout == "nhd":
-        return nhd(), nhd()
-    if layout == "hnd":
-        return hnd(), hnd()
-    if layout == "mixed":
-        return nhd(), hnd()
-    if layout == "interleaved":
-        return poison_(torch.empty(pages, 2, page_size, heads, dim, dtype=dtype)).unbind(1)
-    if layout == "layers":
-        return poison_(torch.empty(2, pages, 3, page_size, heads, dim, dtype=dtype))[:, :, 1].unbind(0)
-    assert layout == "wide"
-    return poison_(torch.empty(2, pages, page_size, heads, dim + 24, dtype=dtype))[..., 8 : 8 + dim].unbind(0)
-
-
-def scale_buffer(layout, shape):
-    """A poisoned tensor of scales, [pages, page_size, heads], with strides of its own."""
-    pages, page_size, heads = shape
-    if layout in ("hnd", "mixed"):
-        return poison_(torch.empty(pages, heads, page_size)).transpose(1, 2)
-    if layout == "nhd":
-        return poison_(torch.empty(shape))
-    return poison_(torch.empty(pages, page_size, heads, 3))[..., 1]
-
-
-def empty_cache(kind, layout, pages, page_size, heads, dim, k_scale=None, v_scale=None, device="cpu"):
-    """A cache that holds nothing but poison. `k_scale` and `v_scale` are static scales, for the formats that have them."""
-    kind = tkv.KVFormat.parse(kind)
-    shape, scales = (pages, page_size, heads, dim), [k_scale, v_scale]
-    if layout == "inline" and kind.is_dynamic:
-        # Each row's scale stands behind its numbers.
-        data = []
-        for i in range(2):
-            buffer = poison_(torch.empty(pages, page_size, heads, dim + 8, dtype=torch.uint8)).to(device)
-            data.append(buffer[..., :dim].view(kind.torch_dtype))
-            scales[i] = buffer[..., dim : dim + 4].view(torch.float32)[..., 0]
-            scales[i].fill_(torch.nan)
-        return tkv.KVCache(*data, *scales, format=kind)
-    layout = "wide" if layout == "inline" else layout
-    data = _on(data_buffers(layout, shape, kind.torch_dtype), device)
-    if kind.is_dynamic:
-        scales = _on([scale_buffer(layout, shape[:3]) for _ in range(2)], device)
-    return tkv.KVCache(*data, *scales, format=kind)
-
-
-def _on(tensors, device):
-    """The tensors on a device with the strides that they had: `to` would make dense copies of views."""
-    moved = []
-    for tensor in tensors:
-        if torch.device(device).type == "cpu":
-            moved.append(tensor)
-            continue
-        storage = tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0).to(device)
-        moved.append(storage.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()))
-    return moved
-
-
-def encode_rows(x, kind, static):
-    """(stored numbers, dynamic scales) of float32 rows [tokens, heads, dim]."""
-    if kind.is_native:
-        return reference.encode(x, kind), None
-    scale = reference.scales_of(x, kind) if kind.is_dynamic else torch.full(x.shape[:2], float(static))
-    return reference.encode(x / scale.where(scale > 0, 1.0)[..., None], kind), scale if kind.is_dynamic else None
+def allowance(problem):
+    """What the bounds allow for where probabilities are float16, or q is rounded with its scales."""
+    cache, is_wide = problem.cache, problem.q.dtype == torch.float32
+    half = not is_wide and (problem.q.dtype == torch.float16 or not cache.v_format.is_native or cache.v_format.dtype == "fp16")
+    return {"v_size": problem.v_size if half else 0.0, "q_is_rounded": not is_wide and cache.k_format.scale == "channel"}
 
 
 @dataclass
@@ -166,8 +68,7 @@ class Problem:
     def check(self, **more):
         """Run, compare with the reference, and give (out, lse)."""
         out, lse = self.run(**more)
-        half = torch.float16 in (self.q.dtype, self.cache.k.dtype) or not self.cache.is_native
-        assert_close_to_reference(out, lse, self.truth, self.q.dtype, self.v_size if half and self.q.dtype != torch.float32 else 0.0)
+        assert_close_to_reference(out, lse, self.truth, self.q.dtype, **allowance(self))
         return out, lse
 
     def check_without(self, *names):
@@ -183,7 +84,7 @@ class Problem:
 
 def build(
     kind="fp32", lens=(5,), page_size=16, kv_heads=1, group=1, dim=64, q_dtype=None, q_len=None, layout="nhd", seed=0, *,
-    q_scale=1.0, k_amplitude=1.0, v_amplitude=1.0, v_mix=0.0, spike=0.0, k_scale=None, v_scale=None,
+    v_dim=None, q_scale=1.0, k_amplitude=1.0, v_amplitude=1.0, v_mix=0.0, spike=0.0, k_scale=None, v_scale=None,
     kv_start=None, q_start=None, index_dtype=torch.int32, launch=None, edit=None, **options,
 ):  # fmt: skip
     """A problem. Tensors in `options` may come as lists; amplitudes are of the decoded numbers.
@@ -194,7 +95,6 @@ def build(
     spec = {name: value for name, value in locals().items() if name not in ("options", "launch", "edit")} | options
     spec["launch"] = launch or {}
     device, rng = test_device(), torch.Generator().manual_seed(seed)
-    form = tkv.KVFormat.parse(kind)
     q_dtype = q_dtype or q_dtypes(kind)[0]
     rows, num_seqs = q_len or 1, len(lens)
 
@@ -204,8 +104,7 @@ def build(
     page_counts = [-(-n // page_size) for n in lens]
     spare = 2
     order = torch.randperm(sum(page_counts) + spare, generator=rng).tolist()
-    statics = [None if form.scale != "tensor" else float(s if s is not None else 0.5) for s in (k_scale, v_scale)]
-    cache = empty_cache(kind, layout, len(order), page_size, kv_heads, dim, *statics)
+    cache = empty_cache(kind, layout, len(order), page_size, kv_heads, dim, k_scale, v_scale, v_dim=v_dim)
 
     width, v_size = max(page_counts, default=0), torch.zeros(num_seqs)
     table = torch.full((num_seqs, width + 3), SENTINELS[seed % 2], dtype=index_dtype)
@@ -224,7 +123,7 @@ def build(
         table[seq, : len(pages)] = torch.where(followed | ~lost, pages, table[seq, : len(pages)])
 
         k = torch.randn(n, kv_heads, dim, generator=rng) * k_amplitude
-        v = torch.randn(n, kv_heads, dim, generator=rng) * v_amplitude
+        v = torch.randn(n, kv_heads, v_dim or dim, generator=rng) * v_amplitude
         v = v * 10 ** (-v_mix * torch.rand(n, kv_heads, 1, generator=rng))
         if spike and seen.any():
             key = int(positions[seen][int(torch.randint(int(seen.sum()), (), generator=rng))])
@@ -234,15 +133,9 @@ def build(
             k[key, head] = row * (spike / (scale * row.square().sum().clamp_min(1e-20)))
         if edit:
             edit(q[seq], k, v)
-        page, offset = pages.long()[positions[seen] // page_size], positions[seen] % page_size
-        for x, data, scales, static in ((k, cache.k, cache.k_scale, statics[0]), (v, cache.v, cache.v_scale, statics[1])):
-            codes, dynamic = encode_rows(x[seen], form, static)
-            data[page, offset] = codes
-            if dynamic is not None:
-                scales[page, offset] = dynamic
+        store(cache, pages, seen, k, v)
         if seen.any():
-            scales = cache.v_scale[page, offset] if form.is_dynamic else cache.v_scale
-            v_size[seq] = n * reference.dequantize(cache.v[page, offset], scales).abs().max()
+            v_size[seq] = n * reference.gather(cache, pages, positions[seen])[1].abs().max()
 
     lens_buffer = torch.full((num_seqs + 2,), 2**31 - 1, dtype=index_dtype)
     lens_buffer[1:-1] = torch.tensor(lens, dtype=index_dtype)
@@ -253,8 +146,7 @@ def build(
         if isinstance(options.get(name), list | tuple):
             options[name] = torch.tensor(options[name]).to(dtype)
     options = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in options.items()}
-    tensors = _on([cache.k, cache.v, *(s for s in (cache.k_scale, cache.v_scale) if s is not None)], device)
-    cache = tkv.KVCache(*tensors, format=form)
+    cache = on_device(cache, device)
     # q as engines have it: a slice of a wider tensor.
     wide = poison_(torch.empty(num_seqs, rows, kv_heads * group + 2, dim, dtype=q_dtype))
     wide[:, :, 1:-1] = q

@@ -7,7 +7,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from problems import empty_cache, encode_rows
+from caches import empty_cache, encode_rows
 
 import tkv
 from tkv.demo import loads
@@ -64,8 +64,7 @@ def batch(kind, prefix, suffixes, kv_heads=1, group=2, dim=16, q_len=1, page_siz
     shared, own = prefix // page_size, [-(-length // page_size) for length in suffixes]
     order = torch.randperm(shared + sum(own) + 2, generator=rng).tolist()
     form = tkv.KVFormat.parse(kind)
-    static = 0.5 if form.scale == "tensor" else None
-    cache = empty_cache(kind, "nhd", len(order), page_size, kv_heads, dim, static, static)
+    cache = empty_cache(kind, "nhd", len(order), page_size, kv_heads, dim)
     table = torch.full((len(suffixes), shared + max(own)), 2**31 - 1, dtype=torch.int32)
     table[:, :shared] = torch.tensor([order.pop() for _ in range(shared)])
     for seq, count in enumerate(own):
@@ -74,7 +73,7 @@ def batch(kind, prefix, suffixes, kv_heads=1, group=2, dim=16, q_len=1, page_siz
     for seq, length in enumerate(lens.tolist()):
         keys = torch.arange(prefix if seq else 0, length)
         for data, scales in ((cache.k, cache.k_scale), (cache.v, cache.v_scale)):
-            codes, dynamic = encode_rows(torch.randn(len(keys), kv_heads, dim, generator=rng), form, static)
+            codes, dynamic = encode_rows(torch.randn(len(keys), kv_heads, dim, generator=rng), form, scales)
             at = table[seq].long()[keys // page_size], keys % page_size
             data[at] = codes
             if dynamic is not None:

@@ -5,7 +5,8 @@ import re
 
 import pytest
 import torch
-from problems import FORMATS, LAYOUTS, empty_cache, test_device
+from caches import FORMATS, LAYOUTS, empty_cache
+from problems import test_device
 
 import tkv
 from tkv import KVCache, KVFormat

@@ -5,9 +5,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from caches import FORMATS, bits, poison_, q_dtypes
 from hypothesis import given
 from hypothesis import strategies as st
-from problems import FORMATS, bits, effort, poison_, q_dtypes
+from problems import effort
 from trees import Tree, branches, grow, trees
 
 import tkv

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from problems import FORMATS, bits, empty_cache, test_device
+from caches import FORMATS, bits, empty_cache
+from problems import test_device
 
 import tkv
 from tkv.errors import DeviceError, DTypeError, RangeError, ShapeError, UnsupportedError

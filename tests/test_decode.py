@@ -5,9 +5,10 @@ import math
 import pytest
 import torch
 from bounds import assert_close_to_reference
+from caches import FORMATS, LAYOUTS, bits, poison_, q_dtypes
 from hypothesis import given
 from hypothesis import strategies as st
-from problems import FORMATS, LAYOUTS, bits, build, effort, poison_, problems, q_dtypes
+from problems import build, effort, problems
 
 import tkv
 from tkv import reference

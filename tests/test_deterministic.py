@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from problems import build, poison_
+from caches import poison_
+from problems import build
 
 import tkv
 from tkv.errors import DTypeError

@@ -48,7 +48,7 @@ def test_an_error_in_a_kernel_does_not_spoil_the_next_launch(interpreter, monkey
     problem = build("fp32", [20], dim=16)
     with quick_interpreter():
         with monkeypatch.context() as broken:
-            broken.setattr(attend, "load_words", None)
+            broken.setattr(attend, "load_columns", None)
             with pytest.raises(interpreter.InterpreterError):
                 problem.run()
         problem.check()

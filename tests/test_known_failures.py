@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 from bounds import assert_close_to_reference
-from problems import build, empty_cache, poison_, test_device
+from caches import empty_cache, poison_
+from problems import build, test_device
 
 import tkv
 from tkv import reference
@@ -211,7 +212,7 @@ def test_a_constant_vector_and_a_zero_vector_come_back(kind, value):
     cache = empty_cache(kind, "nhd", 1, 4, 1, 16, device=DEVICE)
     x = ones(1, 1, 16) * value
     tkv.write_kv(x, x, cache, torch.tensor([2], device=DEVICE))
-    read = reference.dequantize(cache.v[0, 2], cache.v_scale[0, 2])
+    read = reference.dequantize(cache.v[0, 2], cache.v_scale[0, 2], cache.v_format)
     assert read.flatten().tolist() == pytest.approx([x[0, 0, 0].item()] * 16, rel=1e-6)
     # And through attention, as the one key that is visible.
     table, lens, start = (torch.tensor(t, device=DEVICE) for t in ([[0]], [3], [2]))
@@ -224,8 +225,8 @@ def test_what_is_too_large_saturates_and_changes_no_other_token():
     x = ones(3, 1, 16)
     x[1] = 1e6
     tkv.write_kv(x, -x, cache, torch.tensor([0, 1, 2], device=DEVICE))
-    assert reference.dequantize(cache.k[0, :3], cache.k_scale)[:, 0, 0].tolist() == [1.0, 224.0, 1.0]
-    assert reference.dequantize(cache.v[0, :3], cache.v_scale)[:, 0, 0].tolist() == [-1.0, -224.0, -1.0]
+    assert reference.dequantize(cache.k[0, :3], cache.k_scale, cache.k_format)[:, 0, 0].tolist() == [1.0, 224.0, 1.0]
+    assert reference.dequantize(cache.v[0, :3], cache.v_scale, cache.v_format)[:, 0, 0].tolist() == [-1.0, -224.0, -1.0]
 
 
 def test_a_static_scale_that_was_never_set_is_one():

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from caches import poison_
 from hypothesis import given
 from hypothesis import strategies as st
-from problems import effort, poison_, test_device
+from problems import effort, test_device
 
 import tkv
 from tkv import reference

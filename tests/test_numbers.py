@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 from bounds import assert_close_to_reference
-from problems import FORMATS, build, q_dtypes
+from caches import FORMATS, q_dtypes
+from problems import build
 
 from tkv.tune.configs import AttentionConfig
 

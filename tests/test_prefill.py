@@ -5,9 +5,10 @@ import math
 import pytest
 import torch
 from bounds import assert_close_to_reference
+from caches import FORMATS, LAYOUTS, bits, poison_, q_dtypes
 from hypothesis import given, seed
 from hypothesis import strategies as st
-from problems import FORMATS, LAYOUTS, bits, effort, poison_, q_dtypes, test_device
+from problems import effort, test_device
 from ragged import build, ragged_problems
 
 import tkv

@@ -5,7 +5,8 @@
 
 import pytest
 import torch
-from problems import poison_, test_device
+from caches import poison_
+from problems import test_device
 from ragged import build
 
 import tkv

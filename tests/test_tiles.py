@@ -6,9 +6,10 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from caches import empty_cache
 from hypothesis import given
 from hypothesis import strategies as st
-from problems import effort, empty_cache, test_device
+from problems import effort, test_device
 
 import tkv
 from tkv import reference

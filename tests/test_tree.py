@@ -4,8 +4,9 @@ import math
 
 import pytest
 import torch
+from caches import FORMATS, poison_
 from hypothesis import given, seed
-from problems import FORMATS, effort, poison_, test_device
+from problems import effort, test_device
 from ragged import TREES, build, ragged_problems, tree_of_parents
 
 import tkv

@@ -7,9 +7,10 @@ import torch
 import triton
 import triton.language as tl
 from bounds import assert_close_to_reference
+from caches import FORMATS
 from hypothesis import given
 from hypothesis import strategies as st
-from problems import FORMATS, Problem, build, effort, test_device
+from problems import Problem, build, effort, test_device
 
 import tkv
 from tkv.kernels.args import Limits

@@ -3,20 +3,9 @@
 from dataclasses import dataclass, field
 
 import torch
+from caches import FORMATS, LAYOUTS, empty_cache, encode_rows, poison_, q_dtypes
 from hypothesis import strategies as st
-from problems import (
-    FORMATS,
-    LAYOUTS,
-    SENTINELS,
-    Problem,
-    attention_options,
-    empty_cache,
-    encode_rows,
-    poison_,
-    q_dtypes,
-    small_configs,
-    test_device,
-)
+from problems import SENTINELS, Problem, attention_options, small_configs, test_device
 
 import tkv
 from tkv import reference
@@ -63,9 +52,10 @@ class Tree(Problem):
 class Soil:
     """A cache full of poison, and what is put into it: pages of keys [total, heads, dim] that are named by their numbers."""
 
-    def __init__(self, cache, k, v, statics, index_dtype, seed, rng):
+    def __init__(self, cache, k, v, index_dtype, seed, rng):
         self.cache, self.index_dtype, self.rng, self.sentinel = cache, index_dtype, rng, SENTINELS[seed % 2]
-        self.stored = [encode_rows(x, form, static) for x, form, static in zip((k, v), (cache.k_format, cache.v_format), statics)]
+        sides = ((k, cache.k_format, cache.k_scale), (v, cache.v_format, cache.v_scale))
+        self.stored = [encode_rows(x, form, scale.cpu() if form.is_static else None) for x, form, scale in sides]
         self.free = torch.randperm(cache.num_pages, generator=rng).tolist()
         # Pages that must not be read: two full of poison, two outside of the cache.
         self.poison = [self.free.pop(), self.free.pop(), self.sentinel, -1]
@@ -95,7 +85,8 @@ class Soil:
     def values(self, keys):
         """V of keys as it comes back."""
         codes, dynamic = self.stored[1]
-        return reference.dequantize(codes[keys], dynamic[keys] if dynamic is not None else self.cache.v_scale)
+        scale = dynamic[keys] if dynamic is not None else self.cache.v_scale
+        return reference.dequantize(codes[keys], scale if scale is None else scale.cpu(), self.cache.v_format)
 
     def inside(self, values):
         """Integers as a part of a tensor that goes on with others on either side."""
@@ -128,7 +119,7 @@ class Soil:
 
 def grow(
     kind="fp32", nodes=(32,), paths=((0,), (0,)), own=(5, 9), page_size=16, kv_heads=1, group=1, dim=16, q_dtype=None, q_len=None, seed=0,
-    *, apart=False, taken=None, strict=True, layout="nhd", q_scale=1.0, v_mix=0.0, spike=0.0, k_scale=None, v_scale=None,
+    *, apart=False, taken=None, strict=True, layout="nhd", v_dim=None, q_scale=1.0, v_mix=0.0, spike=0.0, k_scale=None, v_scale=None,
     kv_start=None, q_start=None, index_dtype=torch.int32, launch=None, **options,
 ):  # fmt: skip
     """A problem. Sequence s has the keys of the nodes ``paths[s]`` (None: of no node at that depth), then ``own[s]`` of its own.
@@ -141,7 +132,7 @@ def grow(
     spec = {name: value for name, value in locals().items() if name not in ("options", "launch")} | options
     spec["launch"] = launch or {}
     device, rng = test_device(), torch.Generator().manual_seed(seed)
-    form, rows, num_seqs = tkv.KVFormat.parse(kind), q_len or 1, len(paths)
+    rows, num_seqs = q_len or 1, len(paths)
     q_dtype = q_dtype or q_dtypes(kind)[0]
     starts = list(kv_start or [0] * num_seqs)
     if options.get("mask") is not None:
@@ -152,7 +143,7 @@ def grow(
     node_keys = torch.arange(total).split([*nodes, *own])
     parts = [[node_keys[node] if node is not None else node_keys[0][:0] for node in path] for path in paths]
     keys = [torch.cat([*part, node_keys[len(nodes) + seq]]) for seq, part in enumerate(parts)]
-    k, v = (torch.randn(total, kv_heads, dim, generator=rng) for _ in "kv")
+    k, v = (torch.randn(total, kv_heads, size, generator=rng) for size in (dim, v_dim or dim))
     v = v * 10 ** (-v_mix * torch.rand(total, kv_heads, 1, generator=rng))
     q = (torch.randn(num_seqs, rows, kv_heads * group, dim, generator=rng) * q_scale).to(q_dtype)
     seen = []
@@ -176,10 +167,9 @@ def grow(
                 positions = starts[seq] + torch.arange(len(keys[seq]))
                 seen[seq] |= (positions > min(near) - options["window"]) & (positions < max(near) + rows)
 
-    statics = [None if form.scale != "tensor" else float(s if s is not None else 0.5) for s in (k_scale, v_scale)]
     num_pages = 4 + sum(2 * (-(-len(seq) // page_size)) for seq in keys) + sum(-(-n // page_size) for n in nodes)
-    cache = empty_cache(kind, layout, num_pages, page_size, kv_heads, dim, *statics, device=device)
-    soil = Soil(cache, k, v, statics, index_dtype, seed, rng)
+    cache = empty_cache(kind, layout, num_pages, page_size, kv_heads, dim, k_scale, v_scale, device, v_dim)
+    soil = Soil(cache, k, v, index_dtype, seed, rng)
     lens = soil.inside([len(seq) for seq in keys])
     levels = []
     if apart:

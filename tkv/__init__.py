@@ -7,8 +7,10 @@ from tkv.levels import SharedLevel, find_shared_levels
 from tkv.ops.cascade import shared_prefix_decode
 from tkv.ops.copy import copy_pages
 from tkv.ops.decode import paged_decode
+from tkv.ops.gather import gather_window
 from tkv.ops.merge import merge_states
 from tkv.ops.prefill import prefix_prefill
+from tkv.ops.quantize import quantize_pages
 from tkv.ops.write import write_kv
 from tkv.pages import CacheManager, PagePool
 
@@ -23,9 +25,11 @@ __all__ = [
     "copy_pages",
     "errors",
     "find_shared_levels",
+    "gather_window",
     "merge_states",
     "paged_decode",
     "prefix_prefill",
+    "quantize_pages",
     "reference",
     "shared_prefix_decode",
     "write_kv",

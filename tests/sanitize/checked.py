@@ -5,7 +5,8 @@ from dataclasses import fields, replace
 
 import pytest
 import torch
-from problems import poison_, test_device
+from caches import poison_
+from problems import test_device
 
 import tkv
 from tkv.errors import ShapeError

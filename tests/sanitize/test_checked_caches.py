@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from caches import FORMATS, LAYOUTS, bits, empty_cache, poison_
 from checked import DEVICE, dense
-from problems import FORMATS, LAYOUTS, bits, empty_cache, poison_
 
 import tkv
 from tkv import reference

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from caches import FORMATS, q_dtypes
 from checked import (
     ALL_OPTIONS,
     OPTIONS,
@@ -21,7 +22,6 @@ from checked import (
     view_for_out,
     workspace_of,
 )
-from problems import FORMATS, q_dtypes
 from trees import grow
 
 pytestmark = pytest.mark.sanitize

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from caches import FORMATS, q_dtypes
 from checked import (
     ACROSS,
     ALL_OPTIONS,
@@ -20,7 +21,7 @@ from checked import (
     view_for_out,
     workspace_of,
 )
-from problems import FORMATS, build, q_dtypes
+from problems import build
 
 pytestmark = pytest.mark.sanitize
 

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from caches import FORMATS, poison_, q_dtypes
 from checked import (
     ACROSS,
     ALL_OPTIONS,
@@ -21,7 +22,6 @@ from checked import (
     view_for_out,
     workspace_of,
 )
-from problems import FORMATS, poison_, q_dtypes
 from ragged import build
 
 import tkv

@@ -16,7 +16,7 @@ class TokenStrides(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """One of K and V: its words (8-bit numbers two to an int16), and its scales where there are any."""
+    """One of K and V: its words (8- and 4-bit numbers in an int16), and its scales (with minima two to an int32) where there are any."""
 
     ptr: Any
     strides: TokenStrides
@@ -80,18 +80,26 @@ class Tree(NamedTuple):
 
 
 class Storage(NamedTuple):
-    """How one of K and V is stored.
+    """How one of K and V is stored, and in what pieces kernels work on a row; see `tiles.pieces`.
 
-    CODE: "native", "fp8_e4m3" or "int8"; SCALE: "none", "tensor" or "token_head"; DIM: head_dim;
-    PLANES: numbers in a word; WIDTH: words of a row, DIM / PLANES padded to a power of two of at least 16; ALIGN: every row starts at a
-    multiple of so many words (16 at most) from the start of the tensor.
+    CODE: "native", or the dtype of a :class:`tkv.KVFormat`; SCALE: "none", or where its scale lives; GROUP: dims that share one, 0 if
+    not in groups; ASYMMETRIC: each scale has a minimum beside it; FOLDED: attention multiplies codes and brings scales in outside of the
+    products, else it multiplies decoded numbers;
+    DIM: head_dim; PLANES: numbers in a word; RUNS: 1, or 2 where a row's words are cut in two; WIDTH, REST: words of each run, powers of
+    two of at least 16 (REST 0 if there is none); ALIGN: every row starts at a multiple of so many words (16 at most) from the start of the
+    tensor.
     """
 
     CODE: str
     SCALE: str
+    GROUP: int
+    ASYMMETRIC: bool
+    FOLDED: bool
     DIM: int
     PLANES: int
+    RUNS: int
     WIDTH: int
+    REST: int
     ALIGN: int
 
 
@@ -111,13 +119,16 @@ class Target(NamedTuple):
 class Attend(NamedTuple):
     """What one inner loop of attention is compiled for.
 
-    PAGE_SIZE, BLOCK_N: keys of a page (0: they are not paged) and of a tile; DTYPE: of the dots' operands; LIFT: probabilities are times
-    2^LIFT; HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, HAS_TREE: options in use; ONE_POSITION: all rows of a program stand at one position.
+    PAGE_SIZE, BLOCK_N: keys of a page (0: they are not paged) and of a tile; DTYPE, P_DTYPE: of the operands of q @ k and of p @ v;
+    V_IS_K: V is the first run of K's words; LIFT: probabilities are times 2^LIFT; HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, HAS_TREE: options in
+    use; ONE_POSITION: all rows of a program stand at one position.
     """
 
     PAGE_SIZE: int
     BLOCK_N: int
     DTYPE: Any
+    P_DTYPE: Any
+    V_IS_K: bool
     LIFT: int
     HAS_WINDOW: bool
     HAS_SOFTCAP: bool

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from tkv.kernels.tiles import codec
-from tkv.kernels.tiles.attend import attend_source, change_units, score_unit, start
+from tkv.kernels.tiles.attend import attend_source, change_units, score_unit, start, true_numbers
 from tkv.kernels.tiles.rows import (
     load_position,
     load_query,
@@ -12,7 +12,7 @@ from tkv.kernels.tiles.rows import (
     row_offsets,
     rows_of,
     stacked_program,
-    store_planes,
+    store_pieces,
     uniform_program,
 )
 from tkv.kernels.tiles.softmax import add_sink, lse_of
@@ -152,48 +152,53 @@ def attention_kernel(
     if ATTEND.HAS_ALIBI:
         slopes = tl.load(alibi_slopes_ptr + q_heads, mask=in_rows, other=0.0)
     q_row_ptrs = q_ptr + row_offsets(q_strides, seqs, first_row + q_rows, q_heads)
-    q, raw_scale = load_query(q_row_ptrs, in_rows, scale, cache.k.scale_ptr, ATTEND.DTYPE, K, TARGET)
+    kv_head = head.to(tl.int64)
+    table_row = page_table_ptr + seq.to(tl.int64) * table_stride
+    q, q_sum, raw_scale = load_query(q_row_ptrs, in_rows, scale, cache.k, kv_head, ATTEND.DTYPE, K, TARGET)
     state = attend_source(
-        start(BLOCK_M, V), q, raw_scale, positions, slopes, tree_rows, cache, page_table_ptr + seq.to(tl.int64) * table_stride, num_pages,
-        head.to(tl.int64), kv_start, bounds, visits, full, limits, begin, tl.minimum(stop, cached_tiles), ATTEND, K, V, TARGET,
+        start(BLOCK_M, V), q, q_sum, raw_scale, positions, slopes, tree_rows, cache, table_row, num_pages,
+        kv_head, kv_start, bounds, visits, full, limits, begin, tl.minimum(stop, cached_tiles), ATTEND, K, V, TARGET,
     )  # fmt: skip
     v_unit = codec.unit(V, TARGET) * tl.full([], 1.0, tl.float32)
     if V.SCALE == "tensor":
         v_unit *= tl.load(cache.v.scale_ptr)
+    elif V.SCALE == "head":
+        v_unit *= tl.load(cache.v.scale_ptr + kv_head * cache.v.scale_strides.head)
     if fresh.k.ptr is not None:
-        if K.PLANES > 1 or V.PLANES > 1:
+        if K.CODE != "native" or V.CODE != "native":
             rows, in_rows, q_rows, q_heads = rows_of(row_tile - zero, num_rows, head, group, BLOCK_M)
             q_row_ptrs = q_ptr + row_offsets(q_strides, seqs, first_row + q_rows, q_heads)
-            q, fresh_scale = load_query(q_row_ptrs, in_rows, scale, None, FRESH.DTYPE, FRESH_K, TARGET)
-            state = change_units(state, score_unit(raw_scale, ATTEND) / score_unit(fresh_scale, ATTEND), v_unit, V)
+            q, q_sum, fresh_scale = load_query(q_row_ptrs, in_rows, scale, fresh.k, kv_head, FRESH.DTYPE, FRESH_K, TARGET)
+            state = change_units(state, score_unit(raw_scale, ATTEND) / score_unit(fresh_scale, ATTEND), v_unit, cache.v, kv_head, V)
             raw_scale = fresh_scale
             v_unit = tl.full([], 1.0, tl.float32)
         bounds, visits, full = view_of(num_fresh + zero, q_start, 0, span, limits, FRESH.BLOCK_N, FRESH.HAS_WINDOW)
         state = attend_source(
-            state, q, raw_scale, positions, slopes, tree_rows, fresh, first_row.to(tl.int64), num_pages,
-            head.to(tl.int64), q_start, bounds, visits, full, limits, tl.maximum(begin - cached_tiles, 0), stop - cached_tiles,
+            state, q, q_sum, raw_scale, positions, slopes, tree_rows, fresh, first_row.to(tl.int64), num_pages,
+            kv_head, q_start, bounds, visits, full, limits, tl.maximum(begin - cached_tiles, 0), stop - cached_tiles,
             FRESH, FRESH_K, FRESH_V, TARGET,
         )  # fmt: skip
 
-    best, total, acc, unit, _ = state
+    best, total, acc, unit, _, added = state
     rows, in_rows, q_rows, q_heads = rows_of(row_tile + zero, num_rows, head, group, BLOCK_M)
     if ROWS == "stacked":
         seqs = tl.load(members_ptr + q_rows // q_len)
         q_rows = q_rows % q_len
     lse = lse_of(best, total, score_unit(raw_scale, ATTEND), ATTEND.LIFT)
-    factor = unit * v_unit / tl.where(total != 0, total, 1.0)
+    per_total = 1.0 / tl.where(total != 0, total, 1.0)
+    acc = true_numbers(acc, unit * v_unit * per_total, added * per_total, cache.v, kv_head, FRESH_V)
+    shrink = tl.full([BLOCK_M], 1.0, tl.float32)
     if parts.out_ptr is not None:
         # head_dim is a multiple of 8, and so is what lies between parts.
         part_ptr = parts.out_ptr + tl.multiple_of(split.to(tl.int64) * part_stride, 8)
-        store_planes(part_ptr + row_offsets(parts.out_strides, seqs, q_rows, q_heads), acc, factor, rows < part_rows, FRESH_V, TARGET)
+        store_pieces(part_ptr + row_offsets(parts.out_strides, seqs, q_rows, q_heads), acc, shrink, rows < part_rows, FRESH_V, TARGET)
         part_lse_ptr = parts.lse_ptr + split.to(tl.int64) * part_lse_stride
         tl.store(part_lse_ptr + row_offsets(parts.lse_strides, seqs, q_rows, q_heads), lse, mask=rows < part_rows)
         in_rows = in_rows & (rows >= part_rows)
     if results.out_ptr is not None:
         if sink_logits_ptr is not None:
             lse, shrink = add_sink(lse, tl.load(sink_logits_ptr + q_heads, mask=in_rows, other=0.0).to(tl.float32))
-            factor = factor * shrink
         out_offsets = row_offsets(results.out_strides, seqs, first_row + q_rows, q_heads)
-        store_planes(results.out_ptr + out_offsets, acc, factor, in_rows, FRESH_V, TARGET)
+        store_pieces(results.out_ptr + out_offsets, acc, shrink, in_rows, FRESH_V, TARGET)
         if results.lse_ptr is not None:
             tl.store(results.lse_ptr + row_offsets(results.lse_strides, seqs, first_row + q_rows, q_heads), lse, mask=in_rows)

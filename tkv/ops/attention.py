@@ -57,8 +57,9 @@ class Options:
 
 def check_queries(q: torch.Tensor, cache: KVCache) -> int:
     """q's dtype and heads fit the cache; gives the group."""
-    if cache.is_native and q.dtype not in (torch.float32, cache.k.dtype):
-        raise UnsupportedError(f"q: a {cache.k_format} cache needs q in {cache.k.dtype} or torch.float32, got {q.dtype}")
+    for kind in (cache.k_format, cache.v_format):
+        if kind.is_native and q.dtype not in (torch.float32, kind.torch_dtype):
+            raise UnsupportedError(f"q: a {kind} cache needs q in {kind.torch_dtype} or torch.float32, got {q.dtype}")
     num_q_heads = q.shape[-2]
     group = num_q_heads // cache.num_kv_heads
     if num_q_heads < 1 or num_q_heads % cache.num_kv_heads or group > MAX_GROUP:
@@ -156,19 +157,22 @@ def kernel_for(
     q_dtype: torch.dtype, cache: KVCache, options: Options, config: AttentionConfig, arch: str, interpret: bool, one_position: bool = False
 ) -> Kernel:
     """The constants of a call."""
-    compute = compute_dtype(q_dtype, cache, arch)
+    k_dtype, v_dtype = compute_dtypes(q_dtype, cache, arch)
+    k, v = storages(cache, k_dtype, v_dtype)
     attend = Attend(
         PAGE_SIZE=cache.page_size,
         BLOCK_N=config.block_n,
-        DTYPE=triton_dtype(compute),
-        LIFT=15 if compute == torch.float16 else 0,
+        DTYPE=triton_dtype(k_dtype),
+        P_DTYPE=triton_dtype(v_dtype),
+        V_IS_K=cache.v_is_k and v.WIDTH * v.PLANES == v.DIM and k.WIDTH == v.WIDTH,
+        LIFT=15 if v_dtype == torch.float16 else 0,
         HAS_WINDOW=options.window is not None,
         HAS_SOFTCAP=options.softcap is not None,
         HAS_ALIBI=options.alibi_slopes is not None,
         HAS_TREE=options.mask is not None,
         ONE_POSITION=one_position,
     )
-    return Kernel(config, attend, *storages(cache), target_for(arch, interpret))
+    return Kernel(config, attend, k, v, target_for(arch, interpret))
 
 
 @dataclass(frozen=True)
@@ -286,22 +290,31 @@ def tree_of(options: Options, q_len: int, cu_seqlens: torch.Tensor | None = None
     return Tree(mask, strides, depth, depth.stride(0)), [launch]
 
 
-def compute_dtype(q_dtype: torch.dtype, cache: KVCache, arch: str) -> torch.dtype:
-    """The dtype of the dots' operands: float32 for a float32 q, q's own on a native cache, float16 on a quantised one.
+def compute_dtypes(q_dtype: torch.dtype, cache: KVCache, arch: str) -> tuple[torch.dtype, torch.dtype]:
+    """The dtypes of the operands of q @ k and of p @ v: float32 for a float32 q, q's own where numbers are native, else float16.
 
-    A native float16 cache may hold subnormal numbers: float32 where the matrix unit would flush them.
+    float32 also where the matrix unit would flush subnormal float16 numbers, and the format has them.
     """
-    if q_dtype == torch.float32 or (cache.k.dtype == torch.float16 and arch in FLUSHES_FP16):
-        return torch.float32
-    return q_dtype if cache.is_native else torch.float16
+    if q_dtype == torch.float32:
+        return torch.float32, torch.float32
+    dtypes = []
+    for kind in (cache.k_format, cache.v_format):
+        has_subnormals = kind.dtype in ("fp16", "fp8_e5m2") or kind.is_rounded
+        dtypes.append(torch.float32 if arch in FLUSHES_FP16 and has_subnormals else q_dtype if kind.is_native else torch.float16)
+    return dtypes[0], dtypes[1]
+
+
+def shape_of_work(q_dtype: torch.dtype, cache: KVCache, arch: str) -> tuple[int, int, int]:
+    """(the larger head_dim, bits of a stored number, bits of the dots' operands), which default configs depend on."""
+    kinds = (cache.k_format, cache.v_format)
+    bits = min(4 if kind.dtype == "int4" else 8 * kind.torch_dtype.itemsize for kind in kinds)
+    return max(cache.head_dim, cache.v_head_dim), bits, 8 * max(dtype.itemsize for dtype in compute_dtypes(q_dtype, cache, arch))
 
 
 def prefill_config(q: torch.Tensor, cache: KVCache, options: Options, arch: str, rows: int) -> AttentionConfig:
     """The default config where up to so many rows (query rows x heads of a group) share their keys."""
-    config = default_prefill(
-        arch, max(cache.head_dim, cache.v_head_dim), 8 * cache.k.element_size(), 8 * compute_dtype(q.dtype, cache, arch).itemsize, rows,
-        options.is_plain, cache.k_format.is_dynamic,
-    )  # fmt: skip
+    scaled = cache.k_format.is_dynamic or cache.v_format.is_dynamic
+    config = default_prefill(arch, *shape_of_work(q.dtype, cache, arch), rows, options.is_plain, scaled)
     return config if options.mask is None else with_tree(config)
 
 

@@ -6,6 +6,7 @@ import torch
 
 from tkv.cache import KVCache
 from tkv.errors import RangeError, UnsupportedError
+from tkv.formats import KVFormat
 from tkv.ops.checks import INTEGERS, check_cache, check_tensor, checks_on
 from tkv.ops.launch import Launch, check_launchable, padded, paged_words
 
@@ -44,7 +45,7 @@ def copy_pages(src: KVCache, dst: KVCache, src_pages: torch.Tensor, dst_pages: t
     check_tensor("src_pages", src_pages, ("num_pairs",), INTEGERS, src.device, contiguous_last=False)
     check_tensor("dst_pages", dst_pages, (src_pages.shape[0],), INTEGERS, dst.device, contiguous_last=False)
     if checks_on():
-        _check_pairs(src, dst, src_pages, dst_pages)
+        check_pairs(src, dst, src_pages, dst_pages)
     if not src_pages.shape[0]:
         return
     if src.device == dst.device:
@@ -60,16 +61,24 @@ def plan_copy(src: KVCache, dst: KVCache, src_pages: torch.Tensor, dst_pages: to
 
     k, v = src.words
     block_d = padded(max(k.shape[3], v.shape[3]))
+    scales = [_scale_words(scale, kind) for scale, kind in zip(src.scale_words, (src.k_format, src.v_format))]
     block_r = max(1, 2048 // block_d)
     return Launch(
         copy_kernel,
         (src_pages.shape[0], -(-src.page_size * src.num_kv_heads // block_r)),
         (paged_words(src), paged_words(dst), src_pages, dst_pages, src_pages.stride(0), dst_pages.stride(0))
         + (src.num_pages, dst.num_pages, src.num_kv_heads, src.page_size, k.shape[3], v.shape[3], block_r, block_d)
-        + (src.k_format.is_dynamic, src.v_format.is_dynamic),
+        + (*scales, padded(max(*scales, 1)), src.k_format.scale == "page_channel", not src.v_is_k),
         num_warps=4,
         num_stages=1,
     )
+
+
+def _scale_words(scale: torch.Tensor | None, kind: KVFormat) -> int:
+    """Words of scales that belong to a row: a head of a token, or of a page."""
+    if scale is None or not kind.is_dynamic:
+        return 0
+    return 1 if kind.scale == "token_head" else scale.shape[-1]
 
 
 def _geometry(cache: KVCache) -> dict[str, object]:
@@ -86,7 +95,7 @@ def _move(src: KVCache, dst: KVCache, src_pages: torch.Tensor, dst_pages: torch.
     host_src, host_dst = src_pages.cpu().long(), dst_pages.cpu().long()
     exist = (host_src >= 0) & (host_src < src.num_pages) & (host_dst >= 0) & (host_dst < dst.num_pages)
     take, put = host_src[exist].to(src.device), host_dst[exist].to(dst.device)
-    pairs = [*zip(src.bytes, dst.bytes, strict=True)]
+    pairs = [*zip(src.words, dst.words, strict=True)]
     dynamic = ((src.k_format, src.k_scale, dst.k_scale), (src.v_format, src.v_scale, dst.v_scale))
     pairs += [(a, b) for kind, a, b in dynamic if kind.is_dynamic and a is not None and b is not None]
     for a, b in pairs:
@@ -96,7 +105,7 @@ def _move(src: KVCache, dst: KVCache, src_pages: torch.Tensor, dst_pages: torch.
         b[put] = pages.to(dst.device)
 
 
-def _check_pairs(src: KVCache, dst: KVCache, src_pages: torch.Tensor, dst_pages: torch.Tensor) -> None:
+def check_pairs(src: KVCache, dst: KVCache, src_pages: torch.Tensor, dst_pages: torch.Tensor) -> None:
     for name, pages, cache in (("src_pages", src_pages, src), ("dst_pages", dst_pages, dst)):
         wrong = (pages < -1) | (pages >= cache.num_pages)
         if bool(wrong.any()):

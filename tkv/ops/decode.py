@@ -19,12 +19,12 @@ from tkv.ops.attention import (
     check_queries,
     check_table,
     check_workspace,
-    compute_dtype,
     kernel_for,
     launch_attention,
     launch_merge,
     results_of,
     run_all,
+    shape_of_work,
     tree_of,
 )
 from tkv.ops.checks import FLOATS, INTEGERS, check_cache, check_flag, check_int, check_pages, check_tensor, checks_on
@@ -242,8 +242,6 @@ def plan_decode(
 
 def decode_config(q: torch.Tensor, cache: KVCache, options: Options, arch: str) -> AttentionConfig:
     """The default config of decoding q [num_seqs, q_len, num_q_heads, head_dim]."""
-    config = default_decode(
-        arch, max(cache.head_dim, cache.v_head_dim), 8 * cache.k.element_size(), 8 * compute_dtype(q.dtype, cache, arch).itemsize,
-        q.shape[1] * q.shape[2] // cache.num_kv_heads, cache.page_size, options.is_plain,
-    )  # fmt: skip
+    rows = q.shape[1] * q.shape[2] // cache.num_kv_heads
+    config = default_decode(arch, *shape_of_work(q.dtype, cache, arch), rows, cache.page_size, options.is_plain)
     return config if options.mask is None else with_tree(config)

@@ -13,6 +13,7 @@ import torch
 
 from tkv.cache import KVCache
 from tkv.errors import DeviceError
+from tkv.formats import KVFormat
 from tkv.kernels.args import PagedKV, Storage, Stored, Target, TokenStrides
 
 # The architecture whose default configs the interpreter runs, so that what is tested is what a GPU gets.
@@ -96,41 +97,85 @@ def target_for(arch: str, interpret: bool) -> Target:
     return Target(INTERPRET=interpret, PORTABLE=portable, E4M3=facts_of(arch).has_e4m3, FLUSHES=arch in FLUSHES_FP16)
 
 
-def storages(cache: KVCache) -> tuple[Storage, Storage]:
-    """How K and V are stored, as constants of a kernel."""
-    return tuple(  # type: ignore[return-value]
-        Storage(
-            CODE="native" if kind.is_native else kind.dtype,
-            SCALE=kind.scale or "none",
-            DIM=dim,
-            PLANES=1 if kind.is_native else 2,
-            WIDTH=padded(dim if kind.is_native else dim // 2),
-            ALIGN=math.gcd(16, *words.stride()[:3]),
-        )
-        for kind, dim, words in zip(
-            (cache.k_format, cache.v_format), (cache.head_dim, cache.v_head_dim), cache.words, strict=True
-        )
-    )
-
-
 def padded(size: int) -> int:
     """The power of two, at least 16, that a dimension of a matrix product is padded to."""
     return max(16, 1 << (size - 1).bit_length())
 
 
-def stored(data: torch.Tensor, scale: torch.Tensor | None) -> Stored:
+def runs_of(words: int) -> tuple[int, int]:
+    """The runs that a row of so many words is cut into, powers of two: one, or two where that is less padding; 0 for none.
+
+    Example:
+        >>> runs_of(128), runs_of(120), runs_of(576)
+        ((128, 0), (128, 0), (512, 64))
+    """
+    whole = padded(words)
+    rest = padded(words - whole // 2) if words > whole // 2 >= 16 else whole
+    return (whole // 2, rest) if whole // 2 + rest < whole else (whole, 0)
+
+
+def storage_of(kind: KVFormat, dim: int, planes: int, words: torch.Tensor, compute: torch.dtype | None = None) -> Storage:
+    """How numbers lie in a tensor of words, `planes` to each; `compute` is the dtype of the dots, for attention."""
+    width, rest = runs_of(dim // planes)
+    # Float32 products of int4 are exact only in decoded numbers: its minimum may nearly cancel a code.
+    folded = not kind.is_rounded and not (kind.dtype == "int4" and compute == torch.float32)
+    return Storage(
+        CODE="native" if kind.is_native else kind.dtype,
+        SCALE=kind.scale or "none",
+        GROUP=kind.group_size or 1,
+        ASYMMETRIC=kind.is_asymmetric,
+        FOLDED=folded,
+        DIM=dim,
+        PLANES=planes,
+        RUNS=2 if rest else 1,
+        WIDTH=width,
+        REST=rest,
+        ALIGN=math.gcd(16, *words.stride()[:3]),
+    )
+
+
+def storages(cache: KVCache, k_dtype: torch.dtype, v_dtype: torch.dtype) -> tuple[Storage, Storage]:
+    """K and V as attention reads them, with dots of these dtypes."""
+    k, v = cache.words
+    return (
+        storage_of(cache.k_format, cache.head_dim, planes_of(cache.k_format), k, k_dtype),
+        storage_of(cache.v_format, cache.v_head_dim, planes_of(cache.v_format), v, v_dtype),
+    )
+
+
+def row_storages(cache: KVCache) -> tuple[Storage, Storage]:
+    """K and V as rows are written and gathered: 8-bit numbers as bytes, in the order of their dims, and in one run."""
+    k, v = cache.bytes
+    sides = ((cache.k_format, cache.head_dim, k), (cache.v_format, cache.v_head_dim, v))
+    of_rows = []
+    for kind, dim, data in sides:
+        planes = 4 if kind.dtype == "int4" else 1
+        of_rows.append(storage_of(kind, dim, planes, data)._replace(RUNS=1, WIDTH=padded(dim // planes), REST=0))
+    return of_rows[0], of_rows[1]
+
+
+def planes_of(kind: KVFormat) -> int:
+    """Numbers in a word of attention's."""
+    return 1 if kind.is_native else 4 if kind.dtype == "int4" else 2
+
+
+def stored(data: torch.Tensor, scale: torch.Tensor | None, kind: KVFormat) -> Stored:
     """A kernel's view of one of K and V."""
-    strides = TokenStrides(*scale.stride()) if scale is not None and scale.dim() == 3 else TokenStrides(0, 0, 0)
+    strides = TokenStrides(0, 0, 0)
+    if scale is not None and kind.scale in ("head", "channel"):
+        strides = TokenStrides(0, 0, scale.stride(0))
+    elif scale is not None and kind.scale == "page_channel":
+        strides = TokenStrides(scale.stride(0), 0, scale.stride(1))
+    elif scale is not None and kind.is_dynamic:
+        strides = TokenStrides(*scale.stride()[:3])
     return Stored(data, TokenStrides(*data.stride()[:3]), scale, strides)
 
 
 def paged_words(cache: KVCache) -> PagedKV:
     """The cache as attention reads it."""
-    k, v = cache.words
-    return PagedKV(stored(k, cache.k_scale), stored(v, cache.v_scale))
+    return PagedKV(*map(stored, cache.words, cache.scale_words, (cache.k_format, cache.v_format)))
 
 
 def paged_bytes(cache: KVCache) -> PagedKV:
-    """The cache as `write_kv` fills it."""
-    k, v = cache.bytes
-    return PagedKV(stored(k, cache.k_scale), stored(v, cache.v_scale))
+    """The cache as rows are written and gathered."""
+    return PagedKV(*map(stored, cache.bytes, cache.scale_words, (cache.k_format, cache.v_format)))

@@ -20,7 +20,6 @@ from tkv.ops.attention import (
     check_queries,
     check_table,
     check_workspace,
-    compute_dtype,
     kernel_for,
     launch_attention,
     launch_merge,
@@ -42,7 +41,7 @@ from tkv.ops.checks import (
     check_tensor,
     checks_on,
 )
-from tkv.ops.launch import FLUSHES_FP16, Launch, arch_name, check_launchable, interpreting, num_sms, padded
+from tkv.ops.launch import FLUSHES_FP16, Launch, arch_name, check_launchable, interpreting, num_sms
 from tkv.tune.configs import AttentionConfig, deterministic_plan, split_plan
 
 
@@ -269,17 +268,29 @@ def fresh_of(
     q_dtype: torch.dtype, k: torch.Tensor, v: torch.Tensor, cache: KVCache, kernel: Kernel, arch: str
 ) -> tuple[PagedKV, Attend, Storage, Storage]:
     """New keys and values [token, head, dim] as a source of keys that is not paged, and what the kernel is compiled for there."""
-    compute = compute_dtype(q_dtype, cache, arch) if cache.is_native else q_dtype
-    if compute == torch.float16 and arch in FLUSHES_FP16:
-        compute = torch.float32
-    attend = kernel.attend._replace(PAGE_SIZE=0, DTYPE=triton_dtype(compute), ONE_POSITION=False)
+    compute = torch.float32 if q_dtype == torch.float16 and arch in FLUSHES_FP16 else q_dtype
+    # Native numbers of a cache are multiplied with the same pieces of q as new ones.
+    dtypes = [triton_dtype(compute), triton_dtype(compute)] if not cache.is_native else [kernel.attend.DTYPE, kernel.attend.P_DTYPE]
+    attend = kernel.attend._replace(PAGE_SIZE=0, DTYPE=dtypes[0], P_DTYPE=dtypes[1], V_IS_K=False, ONE_POSITION=False)
     sources, constants = [], []
     for x, storage in ((k, kernel.k), (v, kernel.v)):
         token, head = x.stride()[:2]
         sources.append(Stored(x, TokenStrides(token, token, head), None, TokenStrides(0, 0, 0)))
-        # The accumulator's planes put together may be wider than the dims need.
-        width = max(padded(storage.DIM), storage.WIDTH * storage.PLANES)
-        constants.append(Storage("native", "none", storage.DIM, 1, width, math.gcd(16, token, head)))
+        # In the pieces that the accumulator has: both planes of 8-bit words put together, quarters of int4 apart.
+        merged = 2 if storage.PLANES == 2 else 1
+        constants.append(
+            storage._replace(
+                CODE="native",
+                SCALE="none",
+                GROUP=1,
+                ASYMMETRIC=False,
+                FOLDED=True,
+                PLANES=storage.PLANES // merged,
+                WIDTH=storage.WIDTH * merged,
+                REST=storage.REST * merged,
+                ALIGN=math.gcd(16, token, head),
+            )
+        )
     return PagedKV(*sources), attend, constants[0], constants[1]
 
 

@@ -8,7 +8,7 @@ from tkv.cache import KVCache
 from tkv.errors import UnsupportedError
 from tkv.kernels.args import NewStrides
 from tkv.ops.checks import FLOATS, INTEGERS, check_cache, check_slots, check_tensor, checks_on
-from tkv.ops.launch import Launch, arch_name, check_launchable, interpreting, padded, paged_bytes, storages, target_for
+from tkv.ops.launch import Launch, arch_name, check_launchable, interpreting, padded, paged_bytes, row_storages, target_for
 
 
 def write_kv(
@@ -23,12 +23,14 @@ def write_kv(
     """Store new keys and values in their slots, encoded in the cache's format.
 
     A number ``x`` is stored as ``encode(x / scale)``: rounded to nearest even, subnormals kept, saturating, Inf too; NaN stays NaN in
-    fp8 and becomes 0 in int8. Static scales are applied; dynamic ones (``token_head``) are the largest finite magnitude of the
-    token's head over the largest code, and are written with the data. Native formats are cast.
+    fp8 and is taken for 0 in integers. Static scales are applied; dynamic ones are computed over the finite numbers of the token's head
+    (``token_head``) or of each group of its dims, and are written with the data: the largest magnitude over the largest code. int4
+    has a minimum too: ``encode((x - minimum) / scale)`` with ``scale = (maximum - minimum) / 15``, both rounded to float16 before. Native
+    formats are cast.
 
     Args:
         k: ``[num_tokens, num_kv_heads, head_dim]`` float32, float16 or bfloat16, last dimension contiguous, other strides free.
-        v: ``[num_tokens, num_kv_heads, v_head_dim]`` likewise.
+        v: ``[num_tokens, num_kv_heads, v_head_dim]`` likewise; not read where the cache's V is a view of its K.
         cache: where to; its slots are written in place.
         slot_mapping: ``[num_tokens]`` int32 or int64, ``page * page_size + offset`` of each token. -1 skips the token, and so does
             any slot outside of the cache. A slot that comes twice gets one of the two, which one is not defined.
@@ -36,7 +38,7 @@ def write_kv(
 
     Raises:
         ShapeError, DTypeError, DeviceError: the named argument does not fit.
-        UnsupportedError: ``rope`` or ``positions`` is given.
+        UnsupportedError: ``rope`` or ``positions`` is given, or the cache's keys have scales of pages (``page_channel``).
         RangeError: under ``TKV_CHECK=1``: a slot is out of range or comes twice.
 
     Example:
@@ -52,6 +54,8 @@ def write_kv(
             raise UnsupportedError(f"{name}: rotation on the way into the cache is not in this version; rotate k before, and pass None")
     check_tensor("k", k, ("num_tokens", cache.num_kv_heads, cache.head_dim), FLOATS, cache.device)
     check_tensor("v", v, (k.shape[0], cache.num_kv_heads, cache.v_head_dim), FLOATS, cache.device)
+    if cache.k_format.scale == "page_channel":
+        raise UnsupportedError(f"cache: {cache.k_format} is filled a page at a time; write to a native cache and use tkv.quantize_pages")
     check_tensor("slot_mapping", slot_mapping, (k.shape[0],), INTEGERS, cache.device, contiguous_last=False)
     check_launchable(cache.device)
     if checks_on():
@@ -64,15 +68,15 @@ def plan_write(k: torch.Tensor, v: torch.Tensor, cache: KVCache, slot_mapping: t
     """The launch behind `write_kv`."""
     from tkv.kernels.write import write_kernel
 
-    block_d = padded(max(cache.head_dim, cache.v_head_dim))
     # 16 numbers a thread.
-    block_r = max(1, 2048 // block_d)
+    block_r = max(1, 2048 // padded(max(cache.head_dim, cache.v_head_dim)))
     num_rows = k.shape[0] * cache.num_kv_heads
     return Launch(
         write_kernel,
         (-(-num_rows // block_r),),
         (k, v, paged_bytes(cache), slot_mapping, NewStrides(*k.stride()[:2]), NewStrides(*v.stride()[:2]), slot_mapping.stride(0))
-        + (num_rows, cache.num_slots, cache.num_kv_heads, cache.page_size, block_r, block_d, *storages(cache), target_for(arch, interpret)),
+        + (num_rows, cache.num_slots, cache.num_kv_heads, cache.page_size, block_r, *row_storages(cache), cache.v_is_k)
+        + (target_for(arch, interpret),),
         num_warps=4,
         num_stages=1,
     )

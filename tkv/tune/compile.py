@@ -18,14 +18,17 @@ import torch
 
 from tkv.cache import KVCache
 from tkv.errors import UnsupportedError
+from tkv.formats import parse_pair
 from tkv.levels import SharedLevel
 from tkv.ops.attention import Options
 from tkv.ops.cascade import plan_cascade
 from tkv.ops.copy import plan_copy
 from tkv.ops.decode import plan_decode
+from tkv.ops.gather import plan_gather
 from tkv.ops.launch import Launch
 from tkv.ops.merge import plan_merge
 from tkv.ops.prefill import plan_prefill
+from tkv.ops.quantize import plan_quantize
 from tkv.ops.write import plan_write
 from tkv.tune import machine_code
 from tkv.tune.arch import arch as arch_facts
@@ -34,7 +37,7 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 # A batch and a table like an engine's; sizes that reach the kernel as run-time values only.
 NUM_SEQS, MAX_PAGES, NUM_KV_HEADS = 8, 512, 8
 ATTENTION = ("decode", "prefill", "prefill_cached", "level")
-OPS = (*ATTENTION, "merge", "depth", "write", "copy")
+OPS = (*ATTENTION, "merge", "depth", "write", "copy", "gather", "quantize", "channels")
 
 
 @dataclass(frozen=True)
@@ -43,10 +46,12 @@ class Case:
 
     Args:
         op: one of `OPS`. ``"prefill"`` has new keys and values beside the cache, ``"prefill_cached"`` has them in it; ``"level"`` is one
-            of a cascade; ``"depth"`` is what a tree mask needs.
-        dtype: of q, k, v or the states: ``"fp32"``, ``"fp16"`` or ``"bf16"``.
-        format: of the cache.
+            of a cascade; ``"depth"`` is what a tree mask needs; ``"channels"`` is what `quantize_pages` does to the keys of a
+            ``page_channel`` format, and ``"quantize"`` the rest.
+        dtype: of q, k, v, the states, or the source of pages: ``"fp32"``, ``"fp16"`` or ``"bf16"``.
+        format: of the cache, or of K and of V with a ``+`` between.
         head_dim, group, q_len, page_size: the shape.
+        v_head_dim: of V if it differs. shared: V is a view of K's first dims.
         window, softcap, alibi, tree: options that the kernel is compiled for.
 
     Example:
@@ -65,16 +70,19 @@ class Case:
     softcap: bool = False
     alibi: bool = False
     tree: bool = False
+    v_head_dim: int | None = None
+    shared: bool = False
 
     @property
     def name(self) -> str:
         """A short name for tables."""
-        flags = "".join(f" {flag}" for flag in ("window", "softcap", "alibi", "tree") if getattr(self, flag))
+        flags = "".join(f" {flag}" for flag in ("window", "softcap", "alibi", "tree", "shared") if getattr(self, flag))
         if self.op == "depth":
             return "depth"
         kind = "" if self.op == "merge" else f" {self.format}"
         shape = f" g{self.group} q{self.q_len} p{self.page_size}" if self.op in ATTENTION else ""
-        return f"{self.op} {self.dtype}{kind} d{self.head_dim}{shape}{flags}"
+        v_dim = f"/{self.v_head_dim}" if self.v_head_dim else ""
+        return f"{self.op} {self.dtype}{kind} d{self.head_dim}{v_dim}{shape}{flags}"
 
 
 @dataclass(frozen=True)
@@ -131,12 +139,20 @@ def launch_of(case: Case, arch: str, **overrides: Any) -> Launch:
     if case.op == "merge":
         outs, lses = empty(4, num_q_heads, case.head_dim), empty(4, num_q_heads, dtype=torch.float32)
         return plan_merge(outs, lses, outs[0], lses[0], arch)
-    cache = KVCache.empty(4096, case.page_size, NUM_KV_HEADS, case.head_dim, format=case.format, device="meta")
+    cache = _cache_of(case)
+    v_dim = cache.v_head_dim
     if case.op == "copy":
         return plan_copy(cache, cache, counts(NUM_SEQS), counts(NUM_SEQS))
     if case.op == "write":
-        new = empty(NUM_SEQS, NUM_KV_HEADS, case.head_dim)
-        return plan_write(new, new, cache, torch.empty(NUM_SEQS, dtype=torch.int64, device="meta"), arch)
+        new_k, new_v = empty(NUM_SEQS, NUM_KV_HEADS, case.head_dim), empty(NUM_SEQS, NUM_KV_HEADS, v_dim)
+        return plan_write(new_k, new_v, cache, torch.empty(NUM_SEQS, dtype=torch.int64, device="meta"), arch)
+    if case.op in ("quantize", "channels"):
+        source = KVCache.empty(4096, case.page_size, NUM_KV_HEADS, case.head_dim, case.dtype, device="meta", v_head_dim=v_dim)
+        return plan_quantize(source, cache, counts(NUM_SEQS), counts(NUM_SEQS), arch)[case.op == "channels"]
+    if case.op == "gather":
+        k, v = empty(NUM_SEQS * 1000, NUM_KV_HEADS, case.head_dim), empty(NUM_SEQS * 1000, NUM_KV_HEADS, v_dim)
+        positions, lens = counts(NUM_SEQS * 1000), counts(NUM_SEQS + 1)
+        return plan_gather(cache, counts(NUM_SEQS, MAX_PAGES), lens[1:], k, v, positions, lens, arch, window=996, sinks=4)
 
     options = Options(
         scale=0.1,
@@ -149,18 +165,29 @@ def launch_of(case: Case, arch: str, **overrides: Any) -> Launch:
     table, lengths, cu_seqlens = counts(NUM_SEQS, MAX_PAGES), counts(NUM_SEQS), counts(NUM_SEQS + 1)
     if case.op.startswith("prefill"):
         total = NUM_SEQS * case.q_len
-        q, new = empty(total, num_q_heads, case.head_dim), empty(total, NUM_KV_HEADS, case.head_dim)
-        kv, lse = (new, new) if case.op == "prefill" else None, empty(total, num_q_heads, dtype=torch.float32)
-        launches = plan_prefill(q, kv, cache, table, lengths, cu_seqlens, q, lse, arch, False, options, max_q_len=case.q_len, **overrides)
+        q, out = empty(total, num_q_heads, case.head_dim), empty(total, num_q_heads, v_dim)
+        new = empty(total, NUM_KV_HEADS, case.head_dim), empty(total, NUM_KV_HEADS, v_dim)
+        kv, lse = new if case.op == "prefill" else None, empty(total, num_q_heads, dtype=torch.float32)
+        launches = plan_prefill(q, kv, cache, table, lengths, cu_seqlens, out, lse, arch, False, options, max_q_len=case.q_len, **overrides)
     else:
         q = empty(NUM_SEQS, case.q_len, num_q_heads, case.head_dim)
-        lse = empty(q.shape[:-1], dtype=torch.float32)
+        out, lse = empty(*q.shape[:-1], v_dim), empty(q.shape[:-1], dtype=torch.float32)
         if case.op == "level":
             levels = [SharedLevel(table[:1], lengths[:1], lengths[:1], cu_seqlens[:2], lengths, NUM_SEQS, MAX_PAGES * case.page_size)]
-            launches = plan_cascade(q, cache, levels, table, lengths, q, lse, arch, False, options, **overrides)
+            launches = plan_cascade(q, cache, levels, table, lengths, out, lse, arch, False, options, **overrides)
         else:
-            launches = plan_decode(q, cache, table, lengths, q, lse, arch, False, options, **overrides)
+            launches = plan_decode(q, cache, table, lengths, out, lse, arch, False, options, **overrides)
     return launches[1 if case.tree else 0]
+
+
+def _cache_of(case: Case) -> KVCache:
+    """The cache of a case, on the meta device."""
+    formats = parse_pair(case.format.split("+") if "+" in case.format else case.format)
+    cache = KVCache.empty(
+        4096, case.page_size, NUM_KV_HEADS, case.head_dim, formats, device="meta", v_head_dim=case.v_head_dim,
+        k_scale=1.0 if formats[0].is_static else None, v_scale=1.0 if formats[1].is_static else None,
+    )  # fmt: skip
+    return KVCache(cache.k, cache.k[..., : cache.v_head_dim], cache.k_scale, format=formats) if case.shared else cache
 
 
 def compile_launch(launch: Launch, arch: str) -> Any:

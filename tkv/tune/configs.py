@@ -117,10 +117,10 @@ def default_decode(arch: str, head_dim: int, bits: int, compute_bits: int, rows:
         return AttentionConfig(16, 16, num_warps=8 if head_dim > 64 else 4, num_stages=1 if wide else 2, max_registers=255)
     block_m = 16 if wide or rows <= 16 else 32
     if wide:
-        block_n = 64 if bits == 8 and arch != "sm89" and not arch.startswith("sm12") else 32
+        block_n = 64 if bits <= 8 and arch != "sm89" and not arch.startswith("sm12") else 32
     elif block_m == 32:
-        block_n = 32 if bits == 8 else 64
-    elif bits == 8:
+        block_n = 32 if bits <= 8 else 64
+    elif bits <= 8:
         block_n = 128 if head_dim >= 64 else 64
     else:
         # 128 keys of 128 native dims leave no registers for an option's arithmetic; a tile that lies in one page needs fewer instructions.
@@ -151,7 +151,7 @@ def default_prefill(
         >>> default_prefill("sm90", 128, bits=16, compute_bits=16, rows=8192, plain=True, scaled=False).block_m
         128
     """
-    block_m, block_n, num_warps = _prefill_tile(arch, head_dim, bits == 8, compute_bits, scaled)
+    block_m, block_n, num_warps = _prefill_tile(arch, head_dim, bits <= 8, compute_bits, scaled)
     if not plain and block_n > 64:
         # An option's arithmetic takes the registers of a wider tile.
         block_n = 64

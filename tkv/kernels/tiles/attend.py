@@ -1,6 +1,6 @@
 """The inner loop of attention: the online softmax of a block of query rows over tiles of a paged sequence.
 
-Rows come as planes of q (see `codec`), and so goes the accumulator. Scores are raw (see `softmax`): `rows_scale` takes them to log2.
+Rows come as pieces of q (see `pieces`), and so goes the accumulator. Scores are raw (see `softmax`): `rows_scale` takes them to log2.
 """
 
 import triton
@@ -9,6 +9,7 @@ import triton.language as tl
 from tkv.kernels.tiles import codec
 from tkv.kernels.tiles.dots import dot, round_to
 from tkv.kernels.tiles.paging import locate, offsets_of
+from tkv.kernels.tiles.pieces import natural, piece_dims, run_words, zeros
 from tkv.kernels.tiles.softmax import LOG2_E, softmax_step
 from tkv.kernels.tiles.visibility import in_window, place_new_keys, seen_keys, tile_of
 
@@ -43,63 +44,170 @@ def unit_for(scales, unit, peak):
 
 
 @triton.jit
-def load_words(stored, offsets, head, seen, TRANSPOSED: tl.constexpr, STORAGE: tl.constexpr):
-    """Words of a tile of keys: [BLOCK_N, WIDTH], or [WIDTH, BLOCK_N]; 0 for keys that are not seen."""
+def added_by(weights, p, scales, centres, unit):
+    """What the centres of a tile of V add to every dim, [BLOCK_M]: sum p * centre.
+
+    V is ``scale * code + centre``, and the two may nearly cancel. So a centre is weighed by the same rounded numbers as the codes, but
+    where it is so large that they cannot: there their scale may be too small a part of the unit, or 0.
+    """
+    close = tl.abs(centres) <= 16.0 * scales
+    ratios = tl.where(close, centres / tl.where(scales > 0, scales, 1.0), 0.0) * unit
+    rest = tl.where(close, 0.0, centres)
+    return tl.sum(weights.to(tl.float32) * ratios[None, :] + p * rest[None, :], axis=1)
+
+
+@triton.jit
+def load_columns(stored, offsets, head, seen, columns, in_row, TRANSPOSED: tl.constexpr, STORAGE: tl.constexpr):
+    """Words of a tile of keys at some columns, [BLOCK_N, columns] or transposed; 0 for keys that are not seen."""
     # Strides such as 40 words are no multiple of 16, so the compiler has to be told that rows are aligned.
     ALIGN: tl.constexpr = STORAGE.ALIGN
     base = stored.ptr + tl.multiple_of(head * stored.strides.head, ALIGN)
     offsets = tl.multiple_of(offsets, ALIGN)
-    words = tl.arange(0, STORAGE.WIDTH)
-    in_row = words < STORAGE.DIM // STORAGE.PLANES
     if TRANSPOSED:
-        return tl.load(base + (words[:, None] + offsets[None, :]), mask=in_row[:, None] & seen[None, :], other=0)
+        return tl.load(base + (columns[:, None] + offsets[None, :]), mask=in_row[:, None] & seen[None, :], other=0)
     else:
-        return tl.load(base + (offsets[:, None] + words[None, :]), mask=seen[:, None] & in_row[None, :], other=0)
+        return tl.load(base + (offsets[:, None] + columns[None, :]), mask=seen[:, None] & in_row[None, :], other=0)
+
+
+@triton.jit
+def load_words(stored, offsets, head, seen, RUN: tl.constexpr, TRANSPOSED: tl.constexpr, STORAGE: tl.constexpr):
+    """A run of words of a tile of keys."""
+    columns = run_words(RUN, STORAGE)
+    return load_columns(stored, offsets, head, seen, columns, columns < STORAGE.DIM // STORAGE.PLANES, TRANSPOSED, STORAGE)
 
 
 @triton.jit
 def load_scales(stored, pages, rows, head, seen):
-    """Scales of a tile of keys, [BLOCK_N] float32; 0 for keys that are not seen."""
+    """Scales of a tile of keys, [BLOCK_N]; 0 for keys that are not seen."""
     base = stored.scale_ptr + head * stored.scale_strides.head
-    return tl.load(base + offsets_of(pages, rows, stored.scale_strides), mask=seen, other=0.0)
+    return tl.load(base + offsets_of(pages, rows, stored.scale_strides), mask=seen, other=0)
 
 
 @triton.jit
-def accumulate(acc, decay, p, v, STORAGE: tl.constexpr, TARGET: tl.constexpr):
-    """acc * decay + p @ v, plane by plane."""
-    if STORAGE.PLANES == 1:
-        return (dot(p, v[0], acc[0] * decay[:, None], TARGET),)
+def load_token_scales(stored, pages, rows, head, seen, STORAGE: tl.constexpr):
+    """(scales, what code 0 of `unpack` stands for), [BLOCK_N] float32: where one number a token and head is folded."""
+    words = load_scales(stored, pages, rows, head, seen)
+    if STORAGE.ASYMMETRIC:
+        scales, minima = codec.split_pair(words)
+        scales = scales.to(tl.float32)
+        return scales, minima.to(tl.float32) + 8.0 * scales
     else:
-        return (dot(p, v[0], acc[0] * decay[:, None], TARGET), dot(p, v[1], acc[1] * decay[:, None], TARGET))
+        return words, tl.zeros([seen.shape[0]], tl.float32)
+
+
+@triton.jit
+def load_piece_scales(stored, pages, rows, head, seen, num_pages, PIECE: tl.constexpr, TRANSPOSED: tl.constexpr, STORAGE: tl.constexpr):
+    """Scale words that go with a piece of a tile of keys, in a shape that broadcasts to it."""
+    dims, in_row = piece_dims(PIECE, STORAGE)
+    base = stored.scale_ptr + head * stored.scale_strides.head
+    if STORAGE.SCALE == "page_channel":
+        if pages.type.is_block():
+            columns = dims[:, None] + (pages * stored.scale_strides.page)[None, :]
+            return tl.load(base + columns, mask=in_row[:, None] & seen[None, :], other=0)
+        else:
+            in_page = in_row & (pages >= 0) & (pages < num_pages)
+            return tl.load(base + pages * stored.scale_strides.page + dims, mask=in_page, other=0)[:, None]
+    else:
+        offsets = base + offsets_of(pages, rows, stored.scale_strides)
+        if STORAGE.SCALE == "token_head":
+            columns = dims * 0
+        else:
+            columns = dims // STORAGE.GROUP
+        FIRST: tl.constexpr = PIECE * (STORAGE.DIM // 4)
+        LAST: tl.constexpr = FIRST + STORAGE.DIM // 4 - 1
+        IS_ONE: tl.constexpr = STORAGE.PLANES == 4 and STORAGE.RUNS == 1 and FIRST // STORAGE.GROUP == LAST // STORAGE.GROUP
+        if STORAGE.SCALE == "token_head" or IS_ONE:
+            words = tl.load(offsets + (FIRST // STORAGE.GROUP if IS_ONE else 0), mask=seen, other=0)
+            return words[None, :] if TRANSPOSED else words[:, None]
+        elif TRANSPOSED:
+            return tl.load(offsets[None, :] + columns[:, None], mask=in_row[:, None] & seen[None, :], other=0)
+        else:
+            return tl.load(offsets[:, None] + columns[None, :], mask=seen[:, None] & in_row[None, :], other=0)
+
+
+@triton.jit
+def numbers_of(
+    codes, stored, pages, rows, head, seen, num_pages,
+    PIECE: tl.constexpr, TRANSPOSED: tl.constexpr, DTYPE: tl.constexpr, STORAGE: tl.constexpr, TARGET: tl.constexpr,
+):  # fmt: skip
+    """A piece of codes as numbers, which scales that are not folded have gone into."""
+    if STORAGE.FOLDED:
+        return codes.to(DTYPE)
+    else:
+        words = load_piece_scales(stored, pages, rows, head, seen, num_pages, PIECE, TRANSPOSED, STORAGE)
+        if STORAGE.ASYMMETRIC:
+            scales, minima = codec.split_pair(words)
+        else:
+            scales, minima = words, words
+        if STORAGE.SCALE == "token_head":
+            return codes.to(tl.float32) * scales.to(tl.float32) + minima.to(tl.float32)
+        else:
+            return codec.decoded(codes, scales, minima, STORAGE, TARGET).to(DTYPE)
+
+
+@triton.jit
+def load_pieces(
+    stored, words, pages, rows, head, seen, num_pages,
+    TRANSPOSED: tl.constexpr, DTYPE: tl.constexpr, STORAGE: tl.constexpr, TARGET: tl.constexpr,
+):  # fmt: skip
+    """(pieces of a tile of keys in DTYPE, the words of its first run). If `words` are not None, they are those words already."""
+    PIECES: tl.constexpr = STORAGE.RUNS * STORAGE.PLANES
+    RUNS: tl.constexpr = STORAGE.RUNS
+    PLANES: tl.constexpr = STORAGE.PLANES
+    offsets = offsets_of(pages, rows, stored.strides)
+    pieces = ()
+    if STORAGE.CODE == "native":
+        for piece in tl.static_range(PIECES):
+            if words is None or piece > 0:
+                dims, in_row = piece_dims(piece, STORAGE)
+                tile = load_columns(stored, offsets, head, seen, dims, in_row, TRANSPOSED, STORAGE)
+            else:
+                tile = words
+            if piece == 0:
+                words = tile
+            pieces = pieces + (tile.to(DTYPE),)
+    else:
+        for run in tl.static_range(RUNS):
+            if words is None or run > 0:
+                tile = load_words(stored, offsets, head, seen, run, TRANSPOSED, STORAGE)
+            else:
+                tile = words
+            if run == 0:
+                words = tile
+            codes = codec.unpack(tile, STORAGE, TARGET)
+            for plane in tl.static_range(PLANES):
+                piece = numbers_of(
+                    codes[plane], stored, pages, rows, head, seen, num_pages,
+                    run * STORAGE.PLANES + plane, TRANSPOSED, DTYPE, STORAGE, TARGET,
+                )  # fmt: skip
+                pieces = pieces + (piece,)
+    return pieces, words
 
 
 @triton.jit
 def start(BLOCK_M: tl.constexpr, V: tl.constexpr):
-    """The state before the first tile: (best, total, accumulator planes, unit of the accumulator, its largest so far)."""
+    """The state before the first tile: (best, total, accumulator, unit of the accumulator, its largest so far, what to add to all dims)."""
     best = tl.full([BLOCK_M], -float("inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     # Nothing is summed yet, so any unit may follow; only a V whose scales change it starts below all of them.
-    unit = tl.full([], 1.1754943508222875e-38 if V.SCALE == "token_head" else 1.0, tl.float32)
-    if V.PLANES == 1:
-        return best, total, (tl.full([BLOCK_M, V.WIDTH], 0.0, tl.float32),), unit, unit
-    else:
-        zeros = tl.full([BLOCK_M, V.WIDTH], 0.0, tl.float32)
-        return best, total, (zeros, zeros), unit, unit
+    unit = tl.full([], 1.1754943508222875e-38 if V.SCALE == "token_head" and V.FOLDED else 1.0, tl.float32)
+    return best, total, zeros(BLOCK_M, V), unit, unit, tl.zeros([BLOCK_M], tl.float32)
 
 
 @triton.jit
 def attend_tiles(
-    state, q, rows_scale, positions, slopes, tree, source, where, num_pages, head, kv_start, bounds, visits, limits,
+    state, q, q_sum, rows_scale, positions, slopes, tree, source, where, num_pages, head, kv_start, bounds, visits, limits,
     first, last, gap_at, gap,
     MASKED: tl.constexpr, ATTEND: tl.constexpr, K: tl.constexpr, V: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     """The state after visits first..last - 1 of a source of keys, or from `gap_at` on those `gap` later.
 
-    Args: q: planes [BLOCK_M, K.WIDTH]; rows_scale, positions, slopes: [BLOCK_M]; head: int64; bounds, visits, tree: see `visibility`;
-    source, where: see `locate`; MASKED: some row does not see some key of some visit; otherwise there is no gap.
+    Args: q: pieces [BLOCK_M, words]; q_sum, rows_scale, positions, slopes: [BLOCK_M]; head: int64; bounds, visits, tree: see
+    `visibility`; source, where: see `locate`; MASKED: some row does not see some key of some visit; otherwise there is no gap.
     """
-    K_PLANES: tl.constexpr = K.PLANES
-    best, total, acc, unit, peak = state
+    K_PIECES: tl.constexpr = K.RUNS * K.PLANES
+    V_PIECES: tl.constexpr = V.RUNS * V.PLANES
+    best, total, acc, unit, peak, added = state
     # With masks there are a few tiles at the ends: nothing to keep in flight for.
     for visit in tl.range(first, last, num_stages=1 if MASKED else None):
         if MASKED:
@@ -113,13 +221,15 @@ def attend_tiles(
             seen = tl.full([ATTEND.BLOCK_N], True, tl.int1)
         pages, rows, seen = locate(first_key, seen, where, num_pages, ATTEND.PAGE_SIZE, ATTEND.BLOCK_N)
 
-        words = load_words(source.k, offsets_of(pages, rows, source.k.strides), head, seen, True, K)
-        k = codec.unpack(words, ATTEND.DTYPE, K, TARGET)  # planes [K.WIDTH, BLOCK_N]
+        k, words = load_pieces(source.k, None, pages, rows, head, seen, num_pages, True, ATTEND.DTYPE, K, TARGET)
         x = tl.full([positions.shape[0], ATTEND.BLOCK_N], 0.0, tl.float32)
-        for plane in tl.static_range(K_PLANES):
-            x = dot(q[plane], k[plane], x, TARGET)
-        if K.SCALE == "token_head":
-            x = x * load_scales(source.k, pages, rows, head, seen)[None, :]
+        for piece in tl.static_range(K_PIECES):
+            x = dot(q[piece], k[piece], x, TARGET)
+        if K.SCALE == "token_head" and K.FOLDED:
+            k_scales, centres = load_token_scales(source.k, pages, rows, head, seen, K)
+            x = x * k_scales[None, :]
+            if K.ASYMMETRIC:
+                x = x + q_sum[:, None] * centres[None, :]
 
         visible = seen[None, :]
         key_positions = (keys + kv_start)[None, :]
@@ -143,24 +253,35 @@ def attend_tiles(
             scale = tl.full([positions.shape[0]], 1.0, tl.float32)
         if MASKED or ATTEND.PAGE_SIZE != 0:
             x = tl.where(visible, x, -float("inf"))
-        p, decay, best, total = softmax_step(x, best, total, scale, ATTEND.LIFT, K.SCALE == "token_head")
+        p, decay, best, total = softmax_step(x, best, total, scale, ATTEND.LIFT, K.SCALE == "token_head" and K.FOLDED)
 
-        words = load_words(source.v, offsets_of(pages, rows, source.v.strides), head, seen, False, V)
-        v = codec.unpack(words, ATTEND.DTYPE, V, TARGET)  # planes [BLOCK_N, V.WIDTH]
-        if V.SCALE == "token_head":
+        if ATTEND.V_IS_K:
+            words = tl.trans(words)
+        else:
+            words = None
+        v, _ = load_pieces(source.v, words, pages, rows, head, seen, num_pages, False, ATTEND.P_DTYPE, V, TARGET)
+        if V.SCALE == "token_head" and V.FOLDED:
             # Scales ride on p, in units of about the tile's largest, so that p stays within fp16; a power of two loses no bit.
-            scales = load_scales(source.v, pages, rows, head, seen)
-            new_unit, peak = unit_for(scales, unit, peak)
-            p = p * (scales * (1.0 / new_unit))[None, :]
+            v_scales, centres = load_token_scales(source.v, pages, rows, head, seen, V)
+            new_unit, peak = unit_for(v_scales, unit, peak)
+            weights = round_to(p * (v_scales * (1.0 / new_unit))[None, :], ATTEND.P_DTYPE, TARGET)
+            if V.ASYMMETRIC:
+                added = added * decay + added_by(weights, p, v_scales, centres, new_unit)
             decay = decay * (unit * (1.0 / new_unit))
             unit = new_unit
-        acc = accumulate(acc, decay, round_to(p, ATTEND.DTYPE, TARGET), v, V, TARGET)
-    return best, total, acc, unit, peak
+        else:
+            weights = round_to(p, ATTEND.P_DTYPE, TARGET)
+        sums = ()
+        for piece in tl.static_range(V_PIECES):
+            sums = sums + (dot(weights, v[piece], acc[piece] * decay[:, None], TARGET),)
+        acc = sums
+    return best, total, acc, unit, peak, added
 
 
 @triton.jit
 def attend_source(
-    state, q, rows_scale, positions, slopes, tree, source, where, num_pages, head, kv_start, bounds, visits, full, limits, first, last,
+    state, q, q_sum, rows_scale, positions, slopes, tree, source, where, num_pages, head, kv_start, bounds, visits, full, limits,
+    first, last,
     ATTEND: tl.constexpr, K: tl.constexpr, V: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     """The state after visits first..last - 1: the full ones without masks, then what is left of them on either side."""
@@ -168,12 +289,12 @@ def attend_source(
     full_from = tl.minimum(tl.maximum(full[0], first), last)
     full_to = tl.minimum(tl.maximum(full[1], full_from), last)
     state = attend_tiles(
-        state, q, rows_scale, positions, slopes, tree, source, where, num_pages, head, kv_start, bounds, visits, limits,
+        state, q, q_sum, rows_scale, positions, slopes, tree, source, where, num_pages, head, kv_start, bounds, visits, limits,
         full_from, full_to, 0, 0, False, ATTEND, K, V, TARGET,
     )  # fmt: skip
     gap = full_to - full_from
     return attend_tiles(
-        state, q, rows_scale, positions, slopes, tree, source, where, num_pages, head, kv_start, bounds, visits, limits,
+        state, q, q_sum, rows_scale, positions, slopes, tree, source, where, num_pages, head, kv_start, bounds, visits, limits,
         first, last - gap, full_from, gap, True, ATTEND, K, V, TARGET,
     )  # fmt: skip
 
@@ -188,8 +309,25 @@ def score_unit(rows_scale, ATTEND: tl.constexpr):
 
 
 @triton.jit
-def change_units(state, ratio, v_unit, V: tl.constexpr):
-    """A state as one of native keys and values: dims in their order, V in units of 1, maxima times `ratio`."""
-    best, total, acc, unit, _ = state
+def true_numbers(acc, factor, added, stored, head, V: tl.constexpr):
+    """Pieces of an accumulator times `factor`, with what scales of V were left out of it."""
+    V_PIECES: tl.constexpr = V.RUNS * V.PLANES
+    pieces = ()
+    for piece in tl.static_range(V_PIECES):
+        numbers = acc[piece] * factor[:, None]
+        if V.SCALE == "channel":
+            dims, in_row = piece_dims(piece, V)
+            numbers = numbers * tl.load(stored.scale_ptr + head * stored.scale_strides.head + dims, mask=in_row, other=0.0)[None, :]
+        if V.ASYMMETRIC and V.SCALE == "token_head" and V.FOLDED:
+            numbers = numbers + added[:, None]
+        pieces = pieces + (numbers,)
+    return pieces
+
+
+@triton.jit
+def change_units(state, ratio, v_unit, stored, head, V: tl.constexpr):
+    """A state as one of native keys and values: in true numbers, 8-bit dims in their order, maxima times `ratio`."""
+    best, total, acc, unit, _, added = state
+    acc = true_numbers(acc, tl.zeros_like(best) + unit * v_unit, added, stored, head, V)
     one = tl.full([], 1.0, tl.float32)
-    return best * ratio, total, (codec.natural(acc, V) * (unit * v_unit),), one, one
+    return best * ratio, total, natural(acc, V), one, one, tl.zeros_like(added)

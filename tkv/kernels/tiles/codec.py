@@ -1,27 +1,9 @@
-"""Stored numbers and floats: the only place that knows how a format encodes and decodes.
-
-Attention reads words. A word of a native cache is the number itself; a word of an 8-bit cache is an int16 that holds dims 2w (low
-byte) and 2w + 1. The numbers at one place in their words are a *plane*: q and the output are split in the same way, and a product
-with K or V is one dot a plane. 16-bit words let 8-bit tiles be read from shared memory by 16-bit matrix loads.
-"""
+"""Stored numbers and floats: the only place that knows how a format encodes and decodes."""
 
 import triton
 import triton.language as tl
 
-
-@triton.jit
-def plane_dims(PLANE: tl.constexpr, STORAGE: tl.constexpr):
-    """Head dims of a plane, [WIDTH]; those of padding words are DIM or more."""
-    return tl.arange(0, STORAGE.WIDTH) * STORAGE.PLANES + PLANE
-
-
-@triton.jit
-def natural(planes, STORAGE: tl.constexpr):
-    """Planes [BLOCK, WIDTH] as one tile [BLOCK, WIDTH * PLANES] with the head dims in their order."""
-    if STORAGE.PLANES == 1:
-        return planes[0]
-    else:
-        return tl.interleave(planes[0], planes[1])
+LARGEST_HALF = tl.constexpr(65504.0)
 
 
 @triton.jit
@@ -31,17 +13,19 @@ def round_even(x):
 
 
 @triton.jit
-def encode_e4m3(x):
-    """float32 to e4m3 as uint8: nearest even, subnormals kept, saturating at 448, NaN to NaN with its sign."""
+def encode_fp8(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr, LARGEST: tl.constexpr):
+    """float32 to fp8 as uint8: nearest even, subnormals kept, saturating, NaN to NaN with its sign."""
+    DROPPED: tl.constexpr = 23 - MANTISSA
     bits = x.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
     is_nan = magnitude > 0x7F800000
-    magnitude = tl.minimum(magnitude, 0x43E00000)  # 448.0
-    # From 2^-6 on: drop 20 bits of the significand, then move the exponent's bias from 127 to 7.
-    normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (120 << 3)
-    # Below: a multiple of 2^-9. Next to 2^14 float32 has just that step, so the addition rounds.
-    small = (magnitude.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
-    code = tl.where(magnitude >= 0x3C800000, normal, small)
+    magnitude = tl.minimum(magnitude, tl.full([], LARGEST, tl.float32).to(tl.int32, bitcast=True))
+    # Normal numbers: drop bits of the significand, then move the exponent's bias from 127.
+    normal = ((magnitude + ((1 << (DROPPED - 1)) - 1) + ((magnitude >> DROPPED) & 1)) >> DROPPED) - ((127 - BIAS) << MANTISSA)
+    # Below: multiples of 2^(1 - BIAS - MANTISSA). Next to `step` float32 has just that step, so the addition rounds.
+    STEP: tl.constexpr = 2.0 ** (24 - BIAS - MANTISSA)
+    small = (magnitude.to(tl.float32, bitcast=True) + STEP).to(tl.int32, bitcast=True) - ((151 - BIAS - MANTISSA) << 23)
+    code = tl.where(magnitude >= ((128 - BIAS) << 23), normal, small)
     code = tl.where(is_nan, 0x7F, code)
     return (code | ((bits >> 24) & 0x80)).to(tl.uint8)
 
@@ -55,9 +39,11 @@ def encode_int8(x):
 
 @triton.jit
 def encode(x, STORAGE: tl.constexpr):
-    """float32 in units of the scale, as the stored byte."""
+    """float32 in units of the scale, as the stored byte of a symmetric format."""
     if STORAGE.CODE == "fp8_e4m3":
-        return encode_e4m3(x)
+        return encode_fp8(x, 3, 7, 448.0)
+    elif STORAGE.CODE == "fp8_e5m2":
+        return encode_fp8(x, 2, 15, 57344.0)
     else:
         tl.static_assert(STORAGE.CODE == "int8")
         return encode_int8(x)
@@ -65,8 +51,99 @@ def encode(x, STORAGE: tl.constexpr):
 
 @triton.jit
 def largest_code(STORAGE: tl.constexpr):
-    """The number that a row's largest magnitude is mapped to."""
-    return 448.0 if STORAGE.CODE == "fp8_e4m3" else 127.0
+    """The number that a row's largest magnitude, or its largest distance from the minimum, is mapped to."""
+    if STORAGE.ASYMMETRIC:
+        return 15.0 if STORAGE.CODE == "int4" else 255.0
+    elif STORAGE.CODE == "fp8_e4m3":
+        return 448.0
+    elif STORAGE.CODE == "fp8_e5m2":
+        return 57344.0
+    else:
+        return 127.0
+
+
+@triton.jit
+def encode_above(x, scale, minimum, STORAGE: tl.constexpr):
+    """float32 as codes above a minimum, int32: nearest even, saturating; NaN is taken for 0."""
+    x = tl.where(x == x, x, 0.0) - minimum
+    steps = tl.div_rn(x, tl.broadcast_to(tl.where(scale > 0, scale, 1.0), x.shape))
+    return round_even(tl.minimum(tl.maximum(steps, 0.0), largest_code(STORAGE))).to(tl.int32)
+
+
+@triton.jit
+def pair_for(low, high, STORAGE: tl.constexpr):
+    """(scale, minimum) in float16 for numbers from `low` to `high`, such that no code decodes to more than float16 holds."""
+    low = tl.minimum(tl.maximum(low, -LARGEST_HALF), LARGEST_HALF)
+    high = tl.minimum(tl.maximum(high, -LARGEST_HALF), LARGEST_HALF)
+    minimum = low.to(tl.float16)
+    steps = tl.full(low.shape, largest_code(STORAGE), tl.float32)
+    scale = tl.div_rn(high - low, steps).to(tl.float16)
+    # From 65520 on float16 rounds to infinity.
+    too_large = scale.to(tl.float32) * steps + minimum.to(tl.float32) >= 65520.0
+    below = (scale.to(tl.int16, bitcast=True) - 1).to(tl.float16, bitcast=True)
+    return tl.where(too_large, below, scale), minimum
+
+
+@triton.jit
+def join_pair(scale, minimum):
+    """A float16 scale and its minimum as the int32 that holds both."""
+    low = scale.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+    return low | (minimum.to(tl.int16, bitcast=True).to(tl.int32) << 16)
+
+
+@triton.jit
+def split_pair(word):
+    """(scale, minimum) in float16 of an int32 that holds both."""
+    return (word & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True), (word >> 16).to(tl.int16).to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def pack(codes, STORAGE: tl.constexpr):
+    """The stored element of codes, one a plane: a byte, or the 16-bit word of four nibbles."""
+    if STORAGE.CODE == "int4":
+        return (codes[0] | (codes[1] << 4) | (codes[2] << 8) | (codes[3] << 12)).to(tl.int16)
+    elif STORAGE.ASYMMETRIC:
+        return (codes[0] - 128).to(tl.uint8)
+    else:
+        return codes[0]
+
+
+@triton.jit
+def decode(words, PLANE: tl.constexpr, STORAGE: tl.constexpr):
+    """Codes of a plane in float32, right for every one of them. Words are bytes, of int4 the 16-bit words."""
+    if STORAGE.CODE == "int4":
+        return ((words >> (4 * PLANE)) & 15).to(tl.float32)
+    else:
+        byte = words.to(tl.int16)
+        if STORAGE.CODE == "fp8_e4m3":
+            return tl.where((byte & 0x7F) == 0x7F, float("nan"), e4m3_bits(byte).to(tl.float32) * 256.0)
+        elif STORAGE.CODE == "fp8_e5m2":
+            return (byte << 8).to(tl.float16, bitcast=True).to(tl.float32)
+        elif STORAGE.ASYMMETRIC:
+            return (byte ^ 128).to(tl.float32)
+        else:
+            return ((byte << 8) >> 8).to(tl.float32)
+
+
+@triton.jit
+def decoded(codes, scale, minimum, STORAGE: tl.constexpr, TARGET: tl.constexpr):
+    """``fp16(code * scale + minimum)``, rounded once, of float16 codes and scales; without the minimum in symmetric formats."""
+    if TARGET.INTERPRET:
+        numbers = codes.to(tl.float64) * scale.to(tl.float64)
+        if STORAGE.ASYMMETRIC:
+            numbers += minimum.to(tl.float64)
+        return numbers.to(tl.float16)
+    elif TARGET.PORTABLE:
+        if STORAGE.ASYMMETRIC:
+            return tl.fma(codes, tl.broadcast_to(scale, codes.shape), tl.broadcast_to(minimum, codes.shape))
+        else:
+            return codes * scale
+    elif STORAGE.ASYMMETRIC:
+        return tl.inline_asm_elementwise(
+            "fma.rn.f16x2 $0, $1, $2, $3;", "=r,r,r,r", [codes, scale, minimum], dtype=tl.float16, is_pure=True, pack=2
+        )
+    else:
+        return tl.inline_asm_elementwise("mul.rn.f16x2 $0, $1, $2;", "=r,r,r", [codes, scale], dtype=tl.float16, is_pure=True, pack=2)
 
 
 @triton.jit
@@ -77,26 +154,42 @@ def e4m3_bits(u):
 
 @triton.jit
 def unpack_portable(words, STORAGE: tl.constexpr, TARGET: tl.constexpr):
-    """The two planes of 8-bit words in fp16, by integer arithmetic that every backend has."""
+    """The planes of 16-bit words in fp16, by integer arithmetic that every backend has."""
     if STORAGE.CODE == "fp8_e4m3":
         if TARGET.FLUSHES:
             # The numbers themselves are all normal in fp16.
             return (e4m3_bits(words) * 256.0, e4m3_bits(words >> 8) * 256.0)
         else:
             return (e4m3_bits(words), e4m3_bits(words >> 8))
+    elif STORAGE.CODE == "fp8_e5m2":
+        return ((words << 8).to(tl.float16, bitcast=True), (words & -256).to(tl.float16, bitcast=True))
+    elif STORAGE.CODE == "int8":
+        if STORAGE.ASYMMETRIC:
+            return (((words & 255) ^ 128).to(tl.float16), (((words >> 8) & 255) ^ 128).to(tl.float16))
+        else:
+            return (((words << 8) >> 8).to(tl.float16), (words >> 8).to(tl.float16))
     else:
-        return (((words << 8) >> 8).to(tl.float16), (words >> 8).to(tl.float16))
+        CENTRE: tl.constexpr = 8 if STORAGE.FOLDED else 0
+        return (
+            ((words & 15) - CENTRE).to(tl.float16),
+            (((words >> 4) & 15) - CENTRE).to(tl.float16),
+            (((words >> 8) & 15) - CENTRE).to(tl.float16),
+            (((words >> 12) & 15) - CENTRE).to(tl.float16),
+        )
 
 
 @triton.jit
 def unpack_packed(words, STORAGE: tl.constexpr, TARGET: tl.constexpr):
-    """The two planes of 8-bit words in fp16, two words to a 32-bit register."""
+    """The planes of 16-bit words in fp16, two words to a 32-bit register."""
     if STORAGE.CODE == "int8":
         # With its sign bit flipped, byte b under 0x64 is the fp16 number 1024 + 128 + b.
+        BIAS: tl.constexpr = "0x64006400" if STORAGE.ASYMMETRIC else "0x64806480"
         return tl.inline_asm_elementwise(
             """{
             .reg .b32 flipped, low, high, bias;
-            mov.b32 bias, 0x64806480;
+            mov.b32 bias, """
+            + BIAS
+            + """;
             xor.b32 flipped, $2, 0x80808080;
             prmt.b32 low, flipped, 0x64646464, 0x4240;
             prmt.b32 high, flipped, 0x64646464, 0x4341;
@@ -106,6 +199,49 @@ def unpack_packed(words, STORAGE: tl.constexpr, TARGET: tl.constexpr):
             "=r,=r,r",
             [words],
             dtype=(tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
+    elif STORAGE.CODE == "fp8_e5m2":
+        # A byte is the upper half of the fp16 number.
+        return tl.inline_asm_elementwise(
+            """{
+            prmt.b32 $0, $2, 0, 0x2404;
+            and.b32 $1, $2, 0xff00ff00;
+            }""",
+            "=&r,=r,r",
+            [words],
+            dtype=(tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
+    elif STORAGE.CODE == "int4":
+        # Nibble c under 0x6400 is 1024 + c, and 16 places higher 1024 + 16 c. Less 8 where scales are folded.
+        LOW: tl.constexpr = "0x64086408" if STORAGE.FOLDED else "0x64006400"
+        HIGH: tl.constexpr = "0xd480d480" if STORAGE.FOLDED else "0xd400d400"  # -72 or -64
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 upper, a, b, c, d, low, high, sixteenth;
+            mov.b32 low, """
+            + LOW
+            + """;
+            mov.b32 high, """
+            + HIGH
+            + """;
+            mov.b32 sixteenth, 0x2c002c00;
+            shr.u32 upper, $4, 8;
+            lop3.b32 a, $4, 0x000f000f, 0x64006400, 0xea;
+            lop3.b32 b, $4, 0x00f000f0, 0x64006400, 0xea;
+            lop3.b32 c, upper, 0x000f000f, 0x64006400, 0xea;
+            lop3.b32 d, upper, 0x00f000f0, 0x64006400, 0xea;
+            sub.rn.f16x2 $0, a, low;
+            fma.rn.f16x2 $1, b, sixteenth, high;
+            sub.rn.f16x2 $2, c, low;
+            fma.rn.f16x2 $3, d, sixteenth, high;
+            }""",
+            "=r,=r,=r,=r,r",
+            [words],
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
             is_pure=True,
             pack=2,
         )
@@ -147,16 +283,12 @@ def unpack_packed(words, STORAGE: tl.constexpr, TARGET: tl.constexpr):
 
 
 @triton.jit
-def unpack(words, DTYPE: tl.constexpr, STORAGE: tl.constexpr, TARGET: tl.constexpr):
-    """The planes of a tile of words in DTYPE, in units of the scale divided by `unit`."""
-    if STORAGE.PLANES == 1:
-        return (words.to(DTYPE),)
+def unpack(words, STORAGE: tl.constexpr, TARGET: tl.constexpr):
+    """The planes of a tile of 16-bit words as codes in fp16: in units of the scale divided by `unit`, int4 less 8 where FOLDED."""
+    if TARGET.PORTABLE:
+        return unpack_portable(words, STORAGE, TARGET)
     else:
-        if TARGET.PORTABLE:
-            low, high = unpack_portable(words, STORAGE, TARGET)
-        else:
-            low, high = unpack_packed(words, STORAGE, TARGET)
-        return (low.to(DTYPE), high.to(DTYPE))
+        return unpack_packed(words, STORAGE, TARGET)
 
 
 @triton.jit

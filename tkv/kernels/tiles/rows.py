@@ -9,6 +9,7 @@ import triton.language as tl
 
 from tkv.kernels.tiles import codec
 from tkv.kernels.tiles.dots import round_to
+from tkv.kernels.tiles.pieces import piece_dims
 from tkv.kernels.tiles.softmax import LOG2_E
 
 
@@ -96,43 +97,60 @@ def rows_of(row_tile, num_rows, head, group, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def load_query(
-    q_ptr, in_rows, scale, k_scale_ptr,
+    q_ptr, in_rows, scale, stored, head,
     DTYPE: tl.constexpr, K: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """Planes of q in the dots' dtype, and what takes their raw scores to log2 units, [BLOCK_M].
+    """(pieces of q in the dots' dtype, their sum over dims, what takes their raw scores to log2 units), [BLOCK_M].
 
-    For an 8-bit cache q is computed with in fp16: each row is brought to [2^14, 2^15) by a power of two, which loses nothing.
+    For a quantised cache q is computed with in fp16: each row is brought to [2^14, 2^15) by a power of two, which loses nothing.
     """
+    K_PIECES: tl.constexpr = K.RUNS * K.PLANES
     factor = (tl.zeros([in_rows.shape[0]], tl.float32) + scale).to(tl.float32) * (LOG2_E * codec.unit(K, TARGET))
     if K.SCALE == "tensor":
-        factor = factor * tl.load(k_scale_ptr)
-    if K.PLANES == 1:
-        dims = codec.plane_dims(0, K)
-        q = tl.load(q_ptr[:, None] + dims[None, :], mask=in_rows[:, None] & (dims < K.DIM)[None, :], other=0.0)
-        return (q.to(DTYPE),), tl.maximum(factor, 1.2e-38)
-    else:
-        low = codec.plane_dims(0, K)
-        high = codec.plane_dims(1, K)
-        q_low = tl.load(q_ptr[:, None] + low[None, :], mask=in_rows[:, None] & (low < K.DIM)[None, :], other=0.0).to(tl.float32)
-        q_high = tl.load(q_ptr[:, None] + high[None, :], mask=in_rows[:, None] & (high < K.DIM)[None, :], other=0.0).to(tl.float32)
+        factor = factor * tl.load(stored.scale_ptr)
+    elif K.SCALE == "head":
+        factor = factor * tl.load(stored.scale_ptr + head * stored.scale_strides.head)
+    q = ()
+    q_sum = tl.zeros([in_rows.shape[0]], tl.float32)
+    largest = q_sum
+    for piece in tl.static_range(K_PIECES):
+        dims, in_row = piece_dims(piece, K)
+        part = tl.load(q_ptr[:, None] + dims[None, :], mask=in_rows[:, None] & in_row[None, :], other=0.0)
+        if K.CODE == "native":
+            part = part.to(DTYPE)
+        else:
+            part = part.to(tl.float32)
+            if K.SCALE == "channel":
+                part = part * tl.load(stored.scale_ptr + head * stored.scale_strides.head + dims, mask=in_row, other=0.0)[None, :]
+            largest = tl.maximum(largest, tl.max(tl.abs(part), axis=1))
+        q = q + (part,)
+    if K.CODE != "native":
+        up = tl.full([in_rows.shape[0]], 1.0, tl.float32)
         if DTYPE == tl.float16:
-            largest = tl.maximum(tl.max(tl.abs(q_low), axis=1), tl.max(tl.abs(q_high), axis=1))
             exponent = tl.minimum(tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, 1), 253)
             up = ((254 - exponent) << 23).to(tl.float32, bitcast=True)  # 2^-exponent
-            q_low = q_low * up[:, None] * 16384.0
-            q_high = q_high * up[:, None] * 16384.0
             factor = factor * (exponent << 23).to(tl.float32, bitcast=True) * (1.0 / 16384.0)
-        return (q_low.to(DTYPE), q_high.to(DTYPE)), tl.maximum(factor, 1.2e-38)
+        scaled = ()
+        for piece in tl.static_range(K_PIECES):
+            if DTYPE == tl.float16:
+                part = (q[piece] * up[:, None] * 16384.0).to(DTYPE)
+            else:
+                part = q[piece].to(DTYPE)
+            if K.ASYMMETRIC and K.FOLDED:
+                q_sum = q_sum + tl.sum(part.to(tl.float32), axis=1)
+            scaled = scaled + (part,)
+        q = scaled
+    return q, q_sum, tl.maximum(factor, 1.2e-38)
 
 
 @triton.jit
-def store_planes(out_rows, acc, factor, in_rows, V: tl.constexpr, TARGET: tl.constexpr):
-    """Write the rows' outputs, `acc` times `factor`, through pointers to their dim 0."""
-    V_PLANES: tl.constexpr = V.PLANES
-    for plane in tl.static_range(V_PLANES):
-        dims = codec.plane_dims(plane, V)
-        out = round_to(acc[plane] * factor[:, None], out_rows.dtype.element_ty, TARGET)
-        tl.store(out_rows[:, None] + dims[None, :], out, mask=in_rows[:, None] & (dims < V.DIM)[None, :])
+def store_pieces(out_rows, pieces, factor, in_rows, V: tl.constexpr, TARGET: tl.constexpr):
+    """Write the rows' outputs, `pieces` times `factor`, through pointers to their dim 0."""
+    V_PIECES: tl.constexpr = V.RUNS * V.PLANES
+    for piece in tl.static_range(V_PIECES):
+        dims, in_row = piece_dims(piece, V)
+        out = round_to(pieces[piece] * factor[:, None], out_rows.dtype.element_ty, TARGET)
+        tl.store(out_rows[:, None] + dims[None, :], out, mask=in_rows[:, None] & in_row[None, :])
 
 
 @triton.jit

@@ -1,0 +1,124 @@
+"""gather_window: cached tokens back from their pages, decoded and dense."""
+
+from __future__ import annotations
+
+import torch
+
+from tkv.cache import KVCache
+from tkv.errors import UnsupportedError
+from tkv.kernels.args import NewStrides
+from tkv.ops.attention import check_table
+from tkv.ops.checks import FLOATS, INTEGERS, check_cache, check_flag, check_int, check_pages, check_tensor, checks_on
+from tkv.ops.launch import Launch, arch_name, check_launchable, interpreting, padded, paged_bytes, row_storages, target_for
+
+
+def gather_window(
+    cache: KVCache,
+    page_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    window: int | None,
+    sinks: int = 0,
+    dense: bool = False,
+    kv_start: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Keys and values of each sequence's sink tokens and last `window` tokens, decoded.
+
+    Of a sequence of L keys those at positions below `sinks` and the last `window` are given, in order and each once. All codes decode
+    right: NaN stays NaN. Nothing is read back from the device, so the buffers have a size that only shapes decide:
+    ``rows = min(sinks + window, table width * page_size)`` a sequence.
+
+    Args:
+        cache: K and V, of any formats.
+        page_table: ``[num_seqs, max_pages]`` int32 or int64.
+        seq_lens: ``[num_seqs]`` int32 or int64, keys of each sequence that the table covers.
+        window: how many of the last tokens; 0 for none, None for all.
+        sinks: how many of the first positions.
+        dense: ``[num_seqs, rows, ...]``, each sequence's tokens first; else all sequences' tokens one after the other.
+        kv_start: ``[num_seqs]`` int32 or int64, position of each sequence's logical key 0; 0 if None.
+        dtype: of k and v: float32, float16 or bfloat16; that of the cache if None and K and V are native alike, else float32.
+
+    Returns:
+        k ``[num_seqs * rows, num_kv_heads, head_dim]`` and v likewise, or ``[num_seqs, rows, ...]`` with `dense`; positions
+        ``[num_seqs * rows]`` or ``[num_seqs, rows]`` int32; cu_lens ``[num_seqs + 1]`` int32: sequence s has
+        ``cu_lens[s + 1] - cu_lens[s]`` tokens, and without `dense` they begin at row ``cu_lens[s]``. Rows that are left over are 0 with
+        position -1; so are the numbers of a page that is not in the cache.
+
+    Raises:
+        ShapeError, DTypeError, DeviceError, RangeError: the named argument does not fit.
+        UnsupportedError: a dtype that numbers cannot be given in.
+
+    Example:
+        >>> k = torch.arange(8.0).view(2, 4, 1, 1).repeat(1, 1, 1, 16)            # token t of page p is 4 p + t
+        >>> cache = KVCache(k, -k)
+        >>> k, v, positions, cu_lens = gather_window(cache, torch.tensor([[1, 0]]), torch.tensor([7]), window=2, sinks=1)
+        >>> k[:, 0, 0].tolist(), positions.tolist(), cu_lens.tolist()
+        ([4.0, 1.0, 2.0], [0, 5, 6], [0, 3])
+    """
+    check_cache(cache)
+    num_seqs = page_table.shape[0] if isinstance(page_table, torch.Tensor) and page_table.dim() else "num_seqs"
+    check_table(page_table, num_seqs, cache.page_size, cache.device)
+    check_tensor("seq_lens", seq_lens, (num_seqs,), INTEGERS, cache.device)
+    if window is not None:
+        window = check_int("window", window, 0)
+    sinks = check_int("sinks", sinks, 0)
+    check_flag("dense", dense)
+    if kv_start is not None:
+        check_tensor("kv_start", kv_start, (num_seqs,), INTEGERS, cache.device)
+    if dtype is None:
+        dtype = cache.k.dtype if cache.is_native and cache.k.dtype == cache.v.dtype else torch.float32
+    if dtype not in FLOATS:
+        raise UnsupportedError(f"dtype: expected {', '.join(map(str, FLOATS))}, got {dtype}")
+    check_launchable(cache.device)
+    if checks_on():
+        last = seq_lens - 1 if kv_start is None else seq_lens - 1 + kv_start
+        # A window of 0 and no sinks: no position is at least 2^30 away.
+        first, seen = (last, max(window or 0, 0)) if window is not None else (last, None)
+        check_pages("seq_lens", page_table, seq_lens, kv_start, first, last, seen, sinks, cache)
+
+    capacity = page_table.shape[1] * cache.page_size
+    rows = capacity if window is None else min(sinks + window, capacity)
+    lens = _kept(seq_lens, kv_start, capacity, window, sinks)
+    cu_lens = torch.nn.functional.pad(lens.cumsum(0, dtype=torch.int32), (1, 0))
+    shape = (page_table.shape[0], rows) if dense else (page_table.shape[0] * rows,)
+    k = torch.empty(*shape, cache.num_kv_heads, cache.head_dim, dtype=dtype, device=cache.device)
+    v = torch.empty(*shape, cache.num_kv_heads, cache.v_head_dim, dtype=dtype, device=cache.device)
+    positions = torch.empty(shape, dtype=torch.int32, device=cache.device)
+    if positions.numel():
+        plan_gather(
+            cache, page_table, seq_lens, k, v, positions, cu_lens, arch_name(cache.device), interpreting(),
+            window=window, sinks=sinks, kv_start=kv_start,
+        ).run(cache.device)  # fmt: skip
+    return k, v, positions, cu_lens
+
+
+def _kept(seq_lens: torch.Tensor, kv_start: torch.Tensor | None, capacity: int, window: int | None, sinks: int) -> torch.Tensor:
+    """How many keys of each sequence are given."""
+    lens = seq_lens.clamp(0, capacity)
+    if window is None:
+        return lens
+    sink_end = (sinks - kv_start).clamp_min(0).minimum(lens) if kv_start is not None else lens.clamp_max(sinks)
+    return sink_end + (lens - sink_end).clamp_max(window)
+
+
+def plan_gather(
+    cache: KVCache, page_table: torch.Tensor, seq_lens: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor,
+    cu_lens: torch.Tensor, arch: str, interpret: bool = False, *, window: int | None, sinks: int, kv_start: torch.Tensor | None = None,
+) -> Launch:  # fmt: skip
+    """The launch behind `gather_window`. k, v and positions are its results."""
+    from tkv.kernels.gather import gather_kernel
+
+    block_r = max(1, 2048 // padded(max(cache.head_dim, cache.v_head_dim)))
+    num_seqs = page_table.shape[0]
+    num_rows = positions.numel()
+    return Launch(
+        gather_kernel,
+        (-(-num_rows * cache.num_kv_heads // block_r),),
+        (paged_bytes(cache), page_table, seq_lens, cu_lens, k, v, positions, kv_start, page_table.stride(0))
+        + (NewStrides(*k.stride()[-3:-1]), NewStrides(*v.stride()[-3:-1]), num_seqs, num_rows, num_rows // num_seqs)
+        + (num_seqs.bit_length() + 1, cache.num_pages, page_table.shape[1], cache.num_kv_heads, window or 0, sinks)
+        + (cache.page_size, block_r, positions.dim() == 2, window is None, *row_storages(cache), target_for(arch, interpret)),
+        num_warps=4,
+        num_stages=1,
+    )
