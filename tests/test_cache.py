@@ -14,12 +14,23 @@ from tkv.errors import DTypeError, RangeError, ShapeError, UnsupportedError
 from tkv.formats import infer, parse_pair, supported_formats
 
 DEVICE = test_device()
-BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8_e4m3/tensor": 1, "fp8_e4m3/token_head": 1, "int8/token_head": 1}
+EVERY = supported_formats()
+BITS = {"fp32": 32, "fp16": 16, "bf16": 16, "fp8_e4m3": 8, "fp8_e5m2": 8, "int8": 8, "int4": 4}
 
 
-def test_the_formats_of_this_version():
-    assert supported_formats() == list(FORMATS)
-    for name in FORMATS:
+def statics(name):
+    """Static scales for K and V, where a format cannot do without."""
+    return {"k_scale": 0.5, "v_scale": 0.25} if KVFormat.parse(name).is_static else {}
+
+
+def partner(name):
+    """A format for V beside a K of that name."""
+    return "int4/token_head" if "page_channel" in name else name
+
+
+def test_every_format_has_one_name():
+    assert len(set(EVERY)) == len(EVERY) and set(FORMATS) < set(EVERY)
+    for name in EVERY:
         assert str(KVFormat.parse(name)) == name
         assert KVFormat.parse(KVFormat.parse(name)) == KVFormat.parse(name)
         assert pickle.loads(pickle.dumps(KVFormat.parse(name))) == KVFormat.parse(name)
@@ -28,22 +39,28 @@ def test_the_formats_of_this_version():
 def test_what_a_format_says_about_itself():
     assert [KVFormat.parse(name).is_native for name in FORMATS] == [True, True, True, False, False, False]
     assert [KVFormat.parse(name).is_dynamic for name in FORMATS] == [False, False, False, False, True, True]
-    assert KVFormat("int8", "token_head").scale_shape(5, 16, 2) == (5, 16, 2)
-    assert KVFormat("fp8_e4m3", "tensor").scale_shape(5, 16, 2) == ()
-    assert KVFormat("bf16").scale_shape(5, 16, 2) is None
+    shapes = {
+        "bf16": None,
+        "fp8_e4m3/tensor": (),
+        "fp8_e5m2/head": (2,),
+        "int8/channel": (2, 64),
+        "int8/token_head": (5, 16, 2),
+        "int8/group32": (5, 16, 2, 2),
+        "int4/token_head": (5, 16, 2, 2),
+        "int4/group64": (5, 16, 2, 1, 2),
+        "int8/page_channel": (5, 2, 64, 2),
+        "int4/page_channel": (5, 2, 64, 2),
+    }
+    for name, shape in shapes.items():
+        assert KVFormat.parse(name).scale_shape(5, 16, 2, 64) == shape, name
+        halves = shape is not None and (len(shape) > 3 or "int4" in name)
+        assert KVFormat.parse(name).scale_dtype == (torch.float16 if halves else torch.float32), name
 
 
 @pytest.mark.parametrize(
     "name",
-    ["int4/group32", "int8/channel", "int8/tensor", "fp8_e5m2/tensor", "int8/group32", "fp8_e4m3/head", "fp8_e4m3/token_head32"],
-)
-def test_formats_of_later_versions_are_refused_by_name(name):
-    with pytest.raises(UnsupportedError, match="not in this version"):
-        KVFormat.parse(name)
-
-
-@pytest.mark.parametrize(
-    "name", ["", "float16", "fp8", "fp8_e4m3/", "fp8_e4m3/tokens", "int8/token_head/x", "BF16", "/tensor", "fp16/tensor", "int8"]
+    ["", "float16", "fp8", "fp8_e4m3/", "fp8_e4m3/tokens", "int8/token_head/x", "BF16", "/tensor", "fp16/tensor", "int8"]
+    + ["int4/tensor", "int4/channel", "fp8_e4m3/channel", "fp8_e5m2/group32", "int8/group", "int8/group16", "int4/group128", "int8/head32"],
 )
 def test_what_is_no_format_is_refused(name):
     with pytest.raises(UnsupportedError, match="format: "):
@@ -59,22 +76,31 @@ def test_a_pair_of_formats_is_one_of_k_and_one_of_v():
             parse_pair(wrong)
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", EVERY)
 def test_the_format_is_inferred_from_dtype_and_scales(name):
-    cache = empty_cache(name, "nhd", 2, 4, 3, 32, device=DEVICE)
+    pair = name, partner(name)
+    cache = empty_cache(pair, "nhd", 2, 32, 3, 64, device=DEVICE)
     again = KVCache(cache.k, cache.v, cache.k_scale, cache.v_scale)
-    assert (str(again.k_format), str(again.v_format)) == (name, name)
+    assert (str(again.k_format), str(again.v_format)) == pair
     assert infer(cache.k, cache.k_scale, "k") == KVFormat.parse(name)
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", EVERY)
 def test_sizes_in_bytes(name):
-    data, scales = 7 * 16 * 2 * 48 * BYTES[name], 7 * 16 * 2 * 4 if name.endswith("token_head") else 4 if name.endswith("tensor") else 0
-    cache = KVCache.empty(7, 16, 2, 48, name, device=DEVICE)
-    assert cache.nbytes == KVCache.nbytes_for(7, 16, 2, 48, name) == 2 * (data + scales)
-    assert cache.bytes_per_token == 2 * 2 * (48 * BYTES[name] + (4 if name.endswith("token_head") else 0))
+    kind = KVFormat.parse(name)
+    data = 7 * 16 * 2 * 64 * BITS[kind.dtype] // 8
+    pair = 2 if kind.is_asymmetric else 1
+    scales = {
+        None: 0, "tensor": 4, "head": 2 * 4, "channel": 2 * 64 * 4, "token_head": 7 * 16 * 2 * 4, "page_channel": 7 * 2 * 64 * 4,
+        "group": 7 * 16 * 2 * (64 // (kind.group_size or 1)) * 2 * pair,
+    }[kind.scale]  # fmt: skip
+    other = KVFormat.parse("bf16")
+    cache = KVCache.empty(7, 16, 2, 64, (name, "bf16"), device=DEVICE, k_scale=0.5 if kind.is_static else None)
+    assert cache.nbytes == KVCache.nbytes_for(7, 16, 2, 64, (name, "bf16")) == data + scales + 7 * 16 * 2 * 64 * 2
+    dynamic = scales if kind.is_dynamic else 0
+    assert cache.bytes_per_token * 7 * 16 == data + dynamic + other.bytes_per_page(16, 2, 64) * 7
     assert cache.num_slots == 7 * 16
-    assert KVCache.nbytes_for(10**9, 1, 1, 16, name) > 2**34, "no allocation happens"
+    assert KVCache.nbytes_for(10**9, 16, 1, 64, (name, "bf16")) > 2**34, "no allocation happens"
     assert name in repr(cache) and f"{cache.nbytes:,}" in repr(cache)
 
 
@@ -146,17 +172,17 @@ def test_8_bit_caches_are_read_as_16_bit_words_and_need_even_strides():
 
 
 def test_static_scales_may_be_numbers_or_tensors_or_left_out():
-    data = torch.zeros(2, 4, 1, 16, device=DEVICE).to(torch.float8_e4m3fn)
-    assert KVCache(data, data).k_scale.item() == 1.0
-    cache = KVCache(data, data, 0.5, 2)
+    data, values = (torch.zeros(2, 4, 1, 16, device=DEVICE).to(torch.float8_e4m3fn) for _ in "kv")
+    assert KVCache(data, values).k_scale.item() == 1.0
+    cache = KVCache(data, values, 0.5, 2)
     assert (cache.k_scale.item(), cache.v_scale.item()) == (0.5, 2.0) and cache.v_scale.dtype == torch.float32
     mine = torch.tensor(0.25, device=DEVICE)
-    assert KVCache(data, data, mine).k_scale.data_ptr() == mine.data_ptr(), "a tensor stays the caller's, to be set later"
-    assert KVCache(data, data, mine.view(1)).k_scale.shape == ()
+    assert KVCache(data, values, mine).k_scale.data_ptr() == mine.data_ptr(), "a tensor stays the caller's, to be set later"
+    assert KVCache(data, values, mine.view(1)).k_scale.shape == ()
     assert KVCache.empty(1, 1, 1, 16, "fp8_e4m3/tensor", k_scale=0.125, device=DEVICE).k_scale.item() == 0.125
     for wrong in (0, -1.0, float("nan"), float("inf")):
         with pytest.raises(RangeError, match="v_scale: expected a positive number"):
-            KVCache(data, data, 1.0, wrong)
+            KVCache(data, values, 1.0, wrong)
 
 
 def test_scales_have_strides_of_their_own():
@@ -166,17 +192,89 @@ def test_scales_have_strides_of_their_own():
     assert cache.k_scale.stride() == (12, 1, 4) and cache.k_scale.data_ptr() == heads_first.data_ptr()
 
 
-@pytest.mark.parametrize("head_dim", [16, 24, 80, 256])
+def test_scales_of_heads_and_channels_may_be_a_number_for_all():
+    cache = KVCache.empty(1, 16, 3, 32, ("int8/channel", "fp8_e5m2/head"), k_scale=0.5, device=DEVICE)
+    assert cache.k_scale.shape == (3, 32) and cache.v_scale.tolist() == [1.0, 1.0, 1.0] and bool((cache.k_scale == 0.5).all())
+
+
+@pytest.mark.parametrize("scale", ["tensor", "head", "channel"])
+def test_static_int8_without_scales_is_refused(scale):
+    with pytest.raises(UnsupportedError, match=f"k_scale: int8/{scale} needs calibrated scales"):
+        KVCache.empty(1, 16, 1, 32, f"int8/{scale}")
+    with pytest.raises(UnsupportedError, match=r"v_scale: .* needs calibrated scales"):
+        KVCache.empty(1, 16, 1, 32, f"int8/{scale}", k_scale=1.0)
+    data = torch.zeros(1, 16, 1, 32, dtype=torch.int8)
+    with pytest.raises(UnsupportedError, match="k_scale: int8/tensor needs calibrated scales"):
+        KVCache(data, data.clone())
+
+
+def test_scales_that_kernels_cannot_read_are_refused():
+    data = torch.zeros(2, 16, 2, 32, dtype=torch.uint8)
+    good = torch.zeros(2, 16, 2, 2, dtype=torch.float16)
+    apart = torch.zeros(2, 16, 2, 2, 2, dtype=torch.float16)[..., 0]
+    odd = torch.zeros(2 * 16 * 2 * 2 + 1, dtype=torch.float16)[1:].view(2, 16, 2, 2)
+    for bad, message in ((apart, "last 1 dimensions contiguous"), (odd, "even strides and offset")):
+        with pytest.raises(ShapeError, match=f"k_scale: .*{message}"):
+            KVCache(data, data.clone(), bad, good)
+    groups = torch.zeros(2, 16, 4, 2, dtype=torch.float16).transpose(2, 3)
+    with pytest.raises(ShapeError, match=r"v_scale: .*contiguous"):
+        KVCache(*torch.zeros(2, 2, 16, 2, 128, dtype=torch.int8), groups.contiguous(), groups, "int8/group32")
+    with pytest.raises(DTypeError, match=r"k_scale: int4/token_head needs torch.float16, got torch.float32"):
+        KVCache(data, data.clone(), good.float(), good, "int4/token_head")
+    with pytest.raises(UnsupportedError, match="k_scale: no int8 format has such scales"):
+        KVCache(data.to(torch.int8), data.to(torch.int8), torch.zeros(3, 3), torch.zeros(3, 3))
+
+
+def test_v_may_be_a_view_of_k_and_has_its_scales():
+    k = torch.zeros(3, 16, 1, 576, dtype=torch.bfloat16, device=DEVICE)
+    cache = KVCache(k, k[..., :512])
+    assert cache.v_is_k and (cache.head_dim, cache.v_head_dim) == (576, 512) and cache.nbytes == k.numel() * 2
+    assert cache.bytes_per_token == 576 * 2
+    assert not KVCache(k, k[..., 64:]).v_is_k and not KVCache(k, k[..., :512].clone()).v_is_k
+    codes, scale = k.to(torch.int8), torch.ones(3, 16, 1, device=DEVICE)
+    for given in (None, scale):
+        cache = KVCache(codes, codes[..., :512], scale, given)
+        assert cache.v_is_k and str(cache.v_format) == "int8/token_head" and cache.bytes_per_token == 580
+    with pytest.raises(UnsupportedError, match="v_scale: v is a view of k"):
+        KVCache(codes, codes[..., :512], scale, scale.clone())
+    fp8 = k.to(torch.float8_e4m3fn)
+    assert KVCache(fp8, fp8[..., :512], 0.5).v_scale.item() == 0.5 and KVCache(fp8, fp8[..., :512], 0.5, 0.5).v_is_k
+    with pytest.raises(UnsupportedError, match="v_scale: v is a view of k"):
+        KVCache(fp8, fp8[..., :512], 0.5, 0.25)
+    nibbles = torch.zeros(3, 16, 1, 32, dtype=torch.uint8)
+    with pytest.raises(UnsupportedError, match="v: cannot be a view of k in int4/token_head"):
+        KVCache(nibbles, nibbles, torch.zeros(3, 16, 1, 2, dtype=torch.float16))
+
+
+@pytest.mark.parametrize("head_dim", [16, 24, 80, 256, 264, 576])
 def test_head_dims_that_are_supported(head_dim):
-    assert KVCache.empty(1, 1, 1, head_dim, "int8/token_head", device=DEVICE).head_dim == head_dim
+    cache = KVCache.empty(1, 1, 1, head_dim, ("int8/token_head", "fp16"), v_head_dim=head_dim + 8 if head_dim < 570 else 16, device=DEVICE)
+    assert cache.head_dim == head_dim != cache.v_head_dim
 
 
-@pytest.mark.parametrize("head_dim", [8, 20, 100, 264, 576])
+@pytest.mark.parametrize("head_dim", [8, 20, 100, 584])
 def test_head_dims_that_are_not(head_dim):
-    with pytest.raises(UnsupportedError, match=f"head_dim: expected a multiple of 8 from 16 to 256, got {head_dim}"):
+    with pytest.raises(UnsupportedError, match=f"head_dim: expected a multiple of 8 from 16 to 576, got {head_dim}"):
         KVCache.empty(1, 1, 1, head_dim)
     with pytest.raises(UnsupportedError, match="head_dim"):
         KVCache.nbytes_for(1, 1, 1, head_dim)
+
+
+@pytest.mark.parametrize(
+    ("name", "page_size", "head_dim", "message"),
+    [
+        ("int4/token_head", 16, 24, "head_dim: int4/token_head needs a multiple of 16, got 24"),
+        ("int4/group32", 16, 80, "head_dim: int4/group32 needs a multiple of 32, got 80"),
+        ("int8/group64", 16, 96, "head_dim: int8/group64 needs a multiple of 64, got 96"),
+        ("int8/page_channel", 8, 64, "page_size: int8/page_channel needs a power of two of at least 16, got 8"),
+        ("int4/page_channel", 48, 64, "page_size: int4/page_channel needs a power of two of at least 16, got 48"),
+    ],
+)
+def test_geometries_that_a_format_cannot_hold_are_refused(name, page_size, head_dim, message):
+    with pytest.raises(UnsupportedError, match=message):
+        KVCache.empty(1, page_size, 1, head_dim, (name, "bf16"))
+    with pytest.raises(UnsupportedError, match="format: int4/page_channel is for K"):
+        KVCache.empty(1, 16, 1, 64, "int4/page_channel")
 
 
 def test_the_version_and_the_public_names():

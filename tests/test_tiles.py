@@ -2,6 +2,7 @@
 
 import inspect
 
+import numpy as np
 import pytest
 import torch
 import triton
@@ -13,9 +14,13 @@ from problems import effort, test_device
 
 import tkv
 from tkv import reference
+from tkv.formats import supported_formats
 from tkv.kernels.args import Limits, Target, TokenStrides
 from tkv.kernels.attention import attention_kernel
+from tkv.kernels.copy import copy_kernel
+from tkv.kernels.gather import gather_kernel
 from tkv.kernels.merge import merge_kernel
+from tkv.kernels.quantize import quantize_channels_kernel, quantize_kernel
 from tkv.kernels.tiles import codec
 from tkv.kernels.tiles.attend import power_of_two_from, tanh, unit_for
 from tkv.kernels.tiles.dots import dot, round_to
@@ -24,7 +29,7 @@ from tkv.kernels.tiles.visibility import in_window, seen_keys, tile_of, view_of
 from tkv.kernels.tree import depth_kernel
 from tkv.kernels.write import write_kernel
 from tkv.ops.attention import triton_dtype
-from tkv.ops.launch import arch_name, interpreting, storages, target_for
+from tkv.ops.launch import arch_name, interpreting, row_storages, storages, target_for
 
 DEVICE = test_device()
 TARGET = target_for(arch_name(DEVICE), interpreting())
@@ -33,6 +38,11 @@ TARGETS = {Target(TARGET.INTERPRET, True, e4m3, flushes) for e4m3, flushes in ((
 if not TARGET.PORTABLE:
     TARGETS |= {Target(False, False, e4m3, False) for e4m3 in {TARGET.E4M3, False}}
 MAX_TILES = 12
+KERNELS = [attention_kernel, merge_kernel, depth_kernel, write_kernel, copy_kernel, gather_kernel]
+KERNELS += [quantize_kernel, quantize_channels_kernel]
+# One format of each way to code.
+CODES = ("fp8_e4m3/tensor", "fp8_e5m2/tensor", "int8/token_head", "int8/page_channel", "int4/token_head", "int4/group32")
+assert {kind.split("/")[0] for kind in CODES} == {kind.split("/")[0] for kind in supported_formats() if "/" in kind}
 
 
 @triton.jit
@@ -205,13 +215,26 @@ def test_rounding_is_to_nearest_even(dtype):
     torch.testing.assert_close(mapped("round_to", x, dtype), x.to(dtype), rtol=0, atol=0, equal_nan=True)
 
 
-def test_every_float_is_encoded_as_e4m3_like_a_saturating_cast():
-    x = telling_floats()
-    expected = x.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
-    got = mapped("encode_e4m3", x, torch.float32)
+@triton.jit
+def encode_fp8_kernel(x_ptr, out_ptr, E4M3: tl.constexpr):
+    i = tl.program_id(0) * 1024 + tl.arange(0, 1024)
+    x = tl.load(x_ptr + i)
+    if E4M3:
+        tl.store(out_ptr + i, codec.encode_fp8(x, 3, 7, 448.0))
+    else:
+        tl.store(out_ptr + i, codec.encode_fp8(x, 2, 15, 57344.0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_every_float_is_encoded_as_fp8_like_a_saturating_cast(dtype):
+    x, largest = telling_floats(), torch.finfo(dtype).max
+    assert x.numel() % 1024 == 0
+    out = torch.empty(x.numel(), dtype=torch.uint8, device=DEVICE)
+    encode_fp8_kernel[(x.numel() // 1024,)](x.to(DEVICE), out, dtype == torch.float8_e4m3fn)
+    got, expected = out.cpu(), x.clamp(-largest, largest).to(dtype).view(torch.uint8)
     wrong = (got != expected) & ~x.isnan()
     assert not wrong.any(), f"{x[wrong][:4]} gave {got[wrong][:4]}, expected {expected[wrong][:4]}"
-    assert bool(((got & 0x7F) == 0x7F)[x.isnan()].all())
+    assert bool(got.view(dtype).isnan()[x.isnan()].all())
 
 
 def test_every_float_is_encoded_as_int8_rounded_and_saturated():
@@ -260,30 +283,87 @@ def test_the_unit_of_a_tile_follows_its_largest_scale_but_never_falls_so_far_tha
 
 
 @triton.jit
-def unpack_kernel(words_ptr, out_ptr, DTYPE: tl.constexpr, STORAGE: tl.constexpr, TARGET: tl.constexpr):
+def unpack_kernel(words_ptr, out_ptr, SIZE: tl.constexpr, STORAGE: tl.constexpr, TARGET: tl.constexpr):
+    PLANES: tl.constexpr = STORAGE.PLANES
     i = tl.program_id(0) * 4096 + tl.arange(0, 4096)
-    planes = codec.unpack(tl.load(words_ptr + i), DTYPE, STORAGE, TARGET)
-    tl.store(out_ptr + 2 * i, planes[0].to(tl.float32) * codec.unit(STORAGE, TARGET))
-    tl.store(out_ptr + 2 * i + 1, planes[1].to(tl.float32) * codec.unit(STORAGE, TARGET))
+    planes = codec.unpack(tl.load(words_ptr + i), STORAGE, TARGET)
+    for plane in tl.static_range(PLANES):
+        tl.store(out_ptr + plane * SIZE + i, planes[plane].to(tl.float32) * codec.unit(STORAGE, TARGET))
+
+
+@triton.jit
+def decode_kernel(words_ptr, out_ptr, SIZE: tl.constexpr, STORAGE: tl.constexpr):
+    PLANES: tl.constexpr = STORAGE.PLANES
+    i = tl.program_id(0) * 256 + tl.arange(0, 256)
+    for plane in tl.static_range(PLANES):
+        tl.store(out_ptr + plane * SIZE + i, codec.decode(tl.load(words_ptr + i), plane, STORAGE))
+
+
+def codes_in_words(kind, words):
+    """What each plane of 16-bit words holds, in float32, by torch alone."""
+    kind = tkv.KVFormat.parse(kind)
+    if kind.dtype == "int4":
+        return torch.stack([(words.int() >> shift & 15).float() for shift in (0, 4, 8, 12)])
+    numbers = words.view(kind.torch_dtype).float().view(-1, 2).T
+    return numbers + 128 if kind.is_asymmetric else numbers
 
 
 @pytest.mark.parametrize("target", sorted(TARGETS), ids=lambda t: f"portable={t.PORTABLE}-e4m3={t.E4M3}")
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-@pytest.mark.parametrize("code", ["fp8_e4m3", "int8"])
-def test_every_word_decodes_to_both_of_its_numbers(code, dtype, target):
+@pytest.mark.parametrize("kind", CODES)
+def test_every_word_unpacks_to_all_of_its_numbers(kind, target):
     words = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
-    out = torch.empty(2**17, device=DEVICE)
-    storage, _ = storages(empty_cache(f"{code}/token_head", "nhd", 1, 1, 1, 64))
-    unpack_kernel[(16,)](words.to(DEVICE), out, triton_dtype(dtype), storage, target)
-    expected = words.view(torch.float8_e4m3fn if code == "fp8_e4m3" else torch.int8).float()
-    got = out.cpu()
-    finite = ~expected.isnan()
+    storage, _ = storages(empty_cache((kind, "fp16"), "nhd", 1, 16, 1, 64), torch.float16, torch.float16)
+    expected = codes_in_words(kind, words)
+    out = torch.empty(expected.shape, device=DEVICE)
+    unpack_kernel[(16,)](words.to(DEVICE), out, 2**16, storage, target)
+    if storage.CODE == "int4" and storage.FOLDED:
+        expected = expected - 8
+    got, finite = out.cpu(), ~expected.isnan()
     assert torch.equal(got[finite], expected[finite])
-    # The bit path reads the two NaN codes as +-480.
+    # The bit path reads the two NaN codes of e4m3 as +-480.
     assert bool((got[~finite].isnan() | (got[~finite].abs() == 480)).all())
 
 
-@pytest.mark.parametrize("kernel", [attention_kernel, write_kernel, merge_kernel, depth_kernel], ids=lambda kernel: kernel.fn.__name__)
+@pytest.mark.parametrize("kind", CODES)
+def test_every_code_decodes_on_the_way_out_of_the_cache(kind):
+    storage, _ = row_storages(empty_cache((kind, "fp16"), "nhd", 1, 16, 1, 64))
+    if storage.CODE == "int4":
+        words = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
+        expected = codes_in_words(kind, words)
+    else:
+        words = torch.arange(256, dtype=torch.int32).to(torch.uint8)
+        expected = words.view(tkv.KVFormat.parse(kind).torch_dtype).float()[None] + 128 * storage.ASYMMETRIC
+    out = torch.empty(expected.shape, device=DEVICE)
+    decode_kernel[(len(words) // 256,)](words.to(DEVICE), out, len(words), storage)
+    assert torch.equal(out.cpu().nan_to_num(nan=1e9), expected.nan_to_num(nan=1e9))
+
+
+@triton.jit
+def decoded_kernel(scales_ptr, out_ptr, CODES: tl.constexpr, BLOCK: tl.constexpr, STORAGE: tl.constexpr, TARGET: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    codes = (i % CODES).to(tl.float16)
+    scales, minima = codec.split_pair(tl.load(scales_ptr + i // CODES))
+    tl.store(out_ptr + i, codec.decoded(codes, scales, minima, STORAGE, TARGET))
+
+
+@pytest.mark.parametrize("target", sorted(TARGETS), ids=lambda t: f"portable={t.PORTABLE}-e4m3={t.E4M3}")
+@pytest.mark.parametrize(("kind", "codes"), [("int4/page_channel", 16), ("int8/page_channel", 256)])
+def test_codes_with_a_scale_and_a_minimum_are_rounded_once(kind, codes, target):
+    rng = torch.Generator().manual_seed(3)
+    count = 2**16 // codes
+    pairs = torch.stack([10 ** (6 * torch.rand(count, generator=rng) - 5), torch.randn(count, generator=rng) * 30], 1).half()
+    # 113 * 145 * 2^-22 is half a step of float16 at 8, and 2^-22 more: rounding to float32 before would lose it.
+    pairs[0] = torch.tensor([145 * 2.0**-22, 8 + 2.0**-6])
+    storage, _ = storages(empty_cache((kind, "fp16"), "nhd", 1, 16, 1, 64), torch.float16, torch.float16)
+    out = torch.empty(2**16, dtype=torch.float16, device=DEVICE)
+    decoded_kernel[(16,)](pairs.view(torch.int32).to(DEVICE), out, codes, 4096, storage, target)
+    exact = torch.arange(codes) * pairs[:, :1].double() + pairs[:, 1:].double()
+    assert torch.equal(out.cpu().view(count, codes), torch.from_numpy(exact.numpy().astype(np.float16)))
+    if codes == 256:
+        assert out[113].item() == 8 + 2.0**-6 + 2.0**-7
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.fn.__name__)
 def test_no_parameter_of_a_kernel_has_a_name_that_the_launcher_uses_itself(kernel):
     """On a GPU such a kernel cannot be launched at all; the interpreter and cross-compiling do not notice."""
     taken = {"options", "grid", "warmup", "num_warps", "num_stages", "num_ctas", "maxnreg"}

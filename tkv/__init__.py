@@ -2,6 +2,7 @@
 
 from tkv import errors, reference
 from tkv.cache import KVCache
+from tkv.calibration import Calibrator, calibrate, load_scales, save_scales
 from tkv.formats import KVFormat
 from tkv.levels import SharedLevel, find_shared_levels
 from tkv.ops.cascade import shared_prefix_decode
@@ -18,19 +19,23 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CacheManager",
+    "Calibrator",
     "KVCache",
     "KVFormat",
     "PagePool",
     "SharedLevel",
+    "calibrate",
     "copy_pages",
     "errors",
     "find_shared_levels",
     "gather_window",
+    "load_scales",
     "merge_states",
     "paged_decode",
     "prefix_prefill",
     "quantize_pages",
     "reference",
+    "save_scales",
     "shared_prefix_decode",
     "write_kv",
 ]

@@ -78,7 +78,7 @@ class KVCache:
         if self.v_is_k:
             if self.k_format.dtype == "int4" or self.k_format.scale in ("channel", "group", "page_channel"):
                 raise UnsupportedError(f"v: cannot be a view of k in {self.k_format}, where what a dim is stored as depends on others")
-            if isinstance(v_scale, torch.Tensor) and (self.k_scale is None or not _is_view(v_scale, self.k_scale)):
+            if v_scale is not None and v_scale is not k_scale and not _same_scale(self.k_scale, v_scale):
                 raise UnsupportedError("v_scale: v is a view of k, whose scales are its own: pass k_scale's tensor, or None")
             v_scale = self.k_scale
         self.v_scale = self._scale(v_scale, self.v_format, self.v_head_dim, "v_scale")
@@ -287,6 +287,13 @@ def _is_view(tensor: torch.Tensor, of: torch.Tensor) -> bool:
     """Whether a tensor begins where another does, with the same strides. Asks for no address, which fake tensors do not have."""
     same = tensor.untyped_storage()._cdata == of.untyped_storage()._cdata and tensor.storage_offset() == of.storage_offset()
     return same and tensor.stride() == of.stride() and tensor.numel() > 0
+
+
+def _same_scale(k_scale: torch.Tensor | None, v_scale: torch.Tensor | float) -> bool:
+    """Whether the scales of V are those of K."""
+    if isinstance(v_scale, torch.Tensor):
+        return k_scale is not None and (v_scale is k_scale or _is_view(v_scale, k_scale))
+    return k_scale is not None and not k_scale.is_meta and k_scale.numel() == 1 and k_scale.item() == v_scale
 
 
 def _tensor(scale: torch.Tensor | float | None) -> torch.Tensor | None:

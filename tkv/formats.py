@@ -269,6 +269,9 @@ def infer(tensor: torch.Tensor, scale: torch.Tensor | None, name: str) -> KVForm
         raise DTypeError(f"{name}: {tensor.dtype} does not say how its numbers are stored; pass format=, or a tensor of {known}")
     if dtype in NATIVE:
         return KVFormat(dtype)
+    if "tensor" in SCALES[dtype] and (scale is None or tuple(scale.shape) in ((), (1,))):
+        # A number, or nothing: one for all.
+        return KVFormat(dtype, "tensor")
     head_dim = tensor.shape[3] * (2 if dtype == "int4" else 1)
     for text in supported_formats():
         kind = KVFormat.parse(text)
@@ -276,10 +279,6 @@ def infer(tensor: torch.Tensor, scale: torch.Tensor | None, name: str) -> KVForm
             shape = kind.scale_shape(*tensor.shape[:3], head_dim)
             if shape == tuple(scale.shape) and scale.dtype == kind.scale_dtype:
                 return kind
-    if scale is None or scale.numel() == 1:
-        # A number, or nothing: what is static for the whole tensor.
-        if "tensor" in SCALES[dtype]:
-            return KVFormat(dtype, "tensor")
     given = "none" if scale is None else f"{list(scale.shape)} of {scale.dtype}"
     raise UnsupportedError(
         f"{name}_scale: no {dtype} format has such scales for {list(tensor.shape)}, got {given}; pass format= to see which fit"
