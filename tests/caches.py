@@ -20,6 +20,16 @@ MORE_FORMATS = (
 LAYOUTS = ("nhd", "hnd", "mixed", "interleaved", "layers", "wide", "inline")
 
 
+def fits(kind, head_dim, page_size):
+    """Whether a format or a pair can hold such heads in such pages."""
+    try:
+        for form in parse_pair(kind):
+            form.check_geometry("head_dim", head_dim, page_size)
+    except tkv.errors.UnsupportedError:
+        return False
+    return True
+
+
 def kind_id(kind):
     """A name for a format or a pair."""
     return kind if isinstance(kind, str) else "+".join(kind)

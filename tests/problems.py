@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from bounds import assert_close_to_reference
-from caches import FORMATS, LAYOUTS, empty_cache, on_device, poison_, q_dtypes, store
+from caches import FORMATS, LAYOUTS, empty_cache, fits, on_device, poison_, q_dtypes, store
 from hypothesis import settings
 from hypothesis import strategies as st
 
@@ -172,8 +172,9 @@ def problems(draw, kind=None, **fixed):
     """Any problem of decoding, of one format if `kind` is given; `fixed` go to `build` as they are."""
     kind = kind or draw(st.sampled_from(FORMATS))
     q_dtype = draw(st.sampled_from(q_dtypes(kind)))
-    page_size = draw(st.sampled_from([1, 3, 16, 64, 528]))
-    dim = 8 * draw(st.one_of(st.sampled_from([2, 8, 10, 12, 14, 16, 20, 24, 32]), st.integers(2, 32)))
+    page_size = draw(st.sampled_from([size for size in (1, 3, 16, 64, 528) if fits(kind, 64, size)]))
+    dim = 8 * draw(dims(kind, page_size, [2, 8, 10, 12, 14, 16, 20, 24, 32]))
+    v_dim = 8 * draw(dims(kind, page_size, [2, 8, 16])) if draw(st.integers(0, 3)) == 0 else None
     config = draw(st.one_of(st.none(), small_configs()))
     block_m, block_n = (config.block_m, config.block_n) if config else (16, 64)
     group = draw(st.one_of(st.integers(1, 8), st.sampled_from([1, 4, 16, 48, 128])))
@@ -205,8 +206,14 @@ def problems(draw, kind=None, **fixed):
         spike=draw(st.sampled_from([0.0, 6.0, 20.0])),
         index_dtype=draw(st.sampled_from([torch.int32, torch.int64])),
         launch={"config": config, "max_seq_len": draw(st.sampled_from([None, None, 0, 1, max(lens), 10 * max(lens) + 7]))},
-        **options, **fixed,
+        v_dim=v_dim, **options, **fixed,
     )  # fmt: skip
+
+
+def dims(kind, page_size, common):
+    """Head dims that a format can hold, in units of 8: common ones, and any up to 256."""
+    holds = [n for n in range(2, 33) if fits(kind, 8 * n, page_size)]
+    return st.one_of(st.sampled_from([n for n in common if n in holds] or holds), st.sampled_from(holds))
 
 
 @st.composite

@@ -5,9 +5,9 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from bounds import assert_close_to_reference
-from caches import FORMATS, LAYOUTS, _on, empty_cache, on_device, poison_, q_dtypes, store
+from caches import FORMATS, LAYOUTS, _on, empty_cache, fits, on_device, poison_, q_dtypes, store
 from hypothesis import strategies as st
-from problems import SENTINELS, Problem, allowance, attention_options, small_configs, test_device
+from problems import SENTINELS, Problem, allowance, attention_options, dims, small_configs, test_device
 
 import tkv
 from tkv import reference
@@ -248,8 +248,9 @@ def ragged_problems(draw, kind=None, *, trees=(None, None, None, *TREES), unifor
     """
     kind = kind or draw(st.sampled_from(FORMATS))
     q_dtype = draw(st.sampled_from(q_dtypes(kind)))
-    page_size = draw(st.sampled_from([1, 3, 16, 64, 528]))
-    dim = 8 * draw(st.one_of(st.sampled_from([2, 8, 10, 12, 16, 24, 32]), st.integers(2, 32)))
+    page_size = draw(st.sampled_from([size for size in (1, 3, 16, 64, 528) if fits(kind, 64, size)]))
+    dim = 8 * draw(dims(kind, page_size, [2, 8, 10, 12, 16, 24, 32]))
+    v_dim = 8 * draw(dims(kind, page_size, [2, 8, 16])) if draw(st.integers(0, 3)) == 0 else None
     config = draw(st.one_of(st.none(), small_configs()))
     # Few rows with splits of their keys, or many rows.
     is_split = draw(st.booleans())
@@ -285,6 +286,7 @@ def ragged_problems(draw, kind=None, *, trees=(None, None, None, *TREES), unifor
     return build(
         kind, q_lens, prefix_lens, page_size, kv_heads, group, dim, q_dtype, draw(st.sampled_from(LAYOUTS)),
         draw(st.integers(0, 2**31 - 1)),
+        v_dim=v_dim,
         fresh=not uniform and draw(st.booleans()),
         tail=0 if uniform else draw(st.sampled_from([0, 0, 1, 5])),
         tree=tree,

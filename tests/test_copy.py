@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from caches import FORMATS, bits, empty_cache
+from caches import FORMATS, MORE_FORMATS, bits, empty_cache, kind_id
 from problems import test_device
 
 import tkv
@@ -11,31 +11,32 @@ from tkv.errors import DeviceError, DTypeError, RangeError, ShapeError, Unsuppor
 DEVICE = test_device()
 
 
-def filled(kind, layout, pages=5, seed=0, device=DEVICE):
+def filled(kind, layout, pages=5, seed=0, device=DEVICE, page_size=3, dim=24):
     """A cache of numbers that are all distinct from page to page, NaN among them."""
-    cache = empty_cache(kind, layout, pages, 3, 2, 24, device=device)
+    cache = empty_cache(kind, layout, pages, page_size, 2, dim, device=device)
     rng = torch.Generator().manual_seed(seed)
     for data in cache.bytes:
         noise = torch.randint(0, 256, (*data.shape[:3], data.shape[3] * data.element_size()), generator=rng, dtype=torch.uint8)
         data.copy_(noise.view(data.dtype) if data.element_size() > 1 else noise)
     for scale in (cache.k_scale, cache.v_scale):
-        if scale is not None and scale.dim():
+        if scale is not None and scale.dim() > 2:
             scale.copy_(torch.rand(scale.shape, generator=rng))
     return cache
 
 
 def tensors(cache):
-    return [t for t in (cache.k, cache.v, cache.k_scale, cache.v_scale) if t is not None and t.dim()]
+    return [t for t in (cache.k, cache.v, cache.k_scale, cache.v_scale) if t is not None and t.dim() > 2]
 
 
 def pages_of(cache, page):
     return torch.cat([bits(t[page].contiguous()) for t in tensors(cache)])
 
 
-@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("kind", [*FORMATS, *MORE_FORMATS], ids=kind_id)
 @pytest.mark.parametrize(("src_layout", "dst_layout"), [("nhd", "hnd"), ("interleaved", "wide"), ("layers", "nhd")])
 def test_pages_and_scales_are_copied_bit_for_bit_between_layouts(kind, src_layout, dst_layout):
-    src, dst = filled(kind, src_layout, 5, 1), filled(kind, dst_layout, 7, 2)
+    page_size, dim = (3, 24) if kind in FORMATS else (16, 64)
+    src, dst = (filled(kind, *args, page_size=page_size, dim=dim) for args in ((src_layout, 5, 1), (dst_layout, 7, 2)))
     before = [pages_of(dst, page) for page in range(7)]
     tkv.copy_pages(src, dst, torch.tensor([4, 0, -1, 5, 1], device=DEVICE), torch.tensor([2, 6, 0, 1, 7], device=DEVICE))
     for page in range(7):

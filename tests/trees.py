@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 import torch
-from caches import FORMATS, LAYOUTS, empty_cache, encode_rows, poison_, q_dtypes
+from caches import FORMATS, LAYOUTS, empty_cache, encode_rows, fits, poison_, q_dtypes
 from hypothesis import strategies as st
 from problems import SENTINELS, Problem, attention_options, small_configs, test_device
 
@@ -280,13 +280,14 @@ def trees(draw, kind=None):
     if draw(st.booleans()) and kind == "fp8_e4m3/tensor":
         options |= {"k_scale": draw(st.sampled_from([0.05, 1.0, 3.0])), "v_scale": draw(st.sampled_from([0.125, 2.0, 77.0]))}
     config = small_configs() if kind == "fp32" else st.one_of(st.none(), small_configs())
+    holds = [n for n in (2, 3, 5, 8, 10) if fits(kind, 8 * n, page_size)]
     launch = {
         "config": draw(config),
         "level_config": draw(st.one_of(st.none(), small_configs(), st.just(AttentionConfig(64, 32, 4, 1, 32)))),
         "max_seq_len": draw(st.sampled_from([None, None, 0, 1, max(lens), 10 * max(lens) + 7])),
     }
     return grow(
-        kind, nodes, paths, own, page_size, kv_heads, group, 8 * draw(st.sampled_from([2, 3, 5, 8, 10])), q_dtype, q_len,
+        kind, nodes, paths, own, page_size, kv_heads, group, 8 * draw(st.sampled_from(holds)), q_dtype, q_len,
         draw(st.integers(0, 2**31 - 1)),
         apart=apart,
         strict=False,
