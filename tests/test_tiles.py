@@ -3,6 +3,7 @@
 import inspect
 
 import numpy as np
+import ptx
 import pytest
 import torch
 import triton
@@ -33,10 +34,10 @@ from tkv.ops.launch import arch_name, interpreting, row_storages, storages, targ
 
 DEVICE = test_device()
 TARGET = target_for(arch_name(DEVICE), interpreting())
-# Every way to decode that can run here: portable integers always, inline PTX on a GPU.
+# Every way to decode: portable integers, for matrix units of either kind.
 TARGETS = {Target(TARGET.INTERPRET, True, e4m3, flushes) for e4m3, flushes in ((True, False), (False, False), (False, True))}
-if not TARGET.PORTABLE:
-    TARGETS |= {Target(False, False, e4m3, False) for e4m3 in {TARGET.E4M3, False}}
+# Inline PTX too: on a GPU what it can run, else all of it, executed by NumPy.
+TARGETS |= {Target(False, False, e4m3, False) for e4m3 in ({TARGET.E4M3, False} if not TARGET.INTERPRET else {True, False})}
 MAX_TILES = 12
 KERNELS = [attention_kernel, merge_kernel, depth_kernel, write_kernel, copy_kernel, gather_kernel]
 KERNELS += [quantize_kernel, quantize_channels_kernel]
@@ -299,6 +300,13 @@ def decode_kernel(words_ptr, out_ptr, SIZE: tl.constexpr, STORAGE: tl.constexpr)
         tl.store(out_ptr + plane * SIZE + i, codec.decode(tl.load(words_ptr + i), plane, STORAGE))
 
 
+@pytest.fixture
+def inline_ptx(monkeypatch):
+    """Kernels may use inline PTX without a GPU."""
+    if TARGET.INTERPRET:
+        monkeypatch.setattr(tl, "inline_asm_elementwise", ptx.inline_asm_elementwise)
+
+
 def codes_in_words(kind, words):
     """What each plane of 16-bit words holds, in float32, by torch alone."""
     kind = tkv.KVFormat.parse(kind)
@@ -310,7 +318,7 @@ def codes_in_words(kind, words):
 
 @pytest.mark.parametrize("target", sorted(TARGETS), ids=lambda t: f"portable={t.PORTABLE}-e4m3={t.E4M3}")
 @pytest.mark.parametrize("kind", CODES)
-def test_every_word_unpacks_to_all_of_its_numbers(kind, target):
+def test_every_word_unpacks_to_all_of_its_numbers(kind, target, inline_ptx):
     words = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
     storage, _ = storages(empty_cache((kind, "fp16"), "nhd", 1, 16, 1, 64), torch.float16, torch.float16)
     expected = codes_in_words(kind, words)
@@ -348,7 +356,7 @@ def decoded_kernel(scales_ptr, out_ptr, CODES: tl.constexpr, BLOCK: tl.constexpr
 
 @pytest.mark.parametrize("target", sorted(TARGETS), ids=lambda t: f"portable={t.PORTABLE}-e4m3={t.E4M3}")
 @pytest.mark.parametrize(("kind", "codes"), [("int4/page_channel", 16), ("int8/page_channel", 256)])
-def test_codes_with_a_scale_and_a_minimum_are_rounded_once(kind, codes, target):
+def test_codes_with_a_scale_and_a_minimum_are_rounded_once(kind, codes, target, inline_ptx):
     rng = torch.Generator().manual_seed(3)
     count = 2**16 // codes
     pairs = torch.stack([10 ** (6 * torch.rand(count, generator=rng) - 5), torch.randn(count, generator=rng) * 30], 1).half()
