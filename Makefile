@@ -67,6 +67,10 @@ demo: $(call ready,demo) model ## a real model on real text, decoding from the p
 demo-shared-prefix: $(call ready,demo) model ## one system prompt for eight questions: computed, stored and read once
 	@$(TKV) demo --scenario shared-prefix
 
+.PHONY: demo-formats
+demo-formats: $(call ready,demo) model ## every cache format on a real model: perplexity against bytes a token, as a table and a plot
+	@$(TKV) demo --scenario formats
+
 .PHONY: test
 test: $(call ready,test) ## the tests and the examples in the documentation
 	@profile=$(PROFILE); workers=$(XDIST); set -x; \
