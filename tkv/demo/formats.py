@@ -71,6 +71,7 @@ class Measured:
     scheme: Scheme
     nlls: tuple[float, ...]  # nats a token, of each text
     bytes_per_token: float  # all layers
+    model: str
 
     @property
     def perplexities(self) -> list[float]:
@@ -144,14 +145,13 @@ def run(dtype: str = "fp32", workers: int | None = None, out: Path | None = None
     baseline = measured.pop()
     checked = [result for result in results if isinstance(result, Checked)]
     where = torch.cuda.get_device_name() if on_gpu else "CPU, kernels in Triton's interpreter"
-    model = load_description(gguf, dtype)
-    print(f"{model}; {dtype}, on {where}\n")
+    print(f"{baseline.model}; {dtype}, on {where}\n")
     print_measured(measured, baseline)
     print_checked(checked, dtype)
     if gguf is not None:
         print_goals(goals_of(measured, baseline))
     if can_draw:
-        title = f"{model.partition(':')[0]}: what a cache format costs in perplexity and takes in memory"
+        title = f"{baseline.model.partition(':')[0]}: what a cache format costs in perplexity and takes in memory"
         draw_plot([point_of(result, baseline) for result in measured], title, path)
         print(f"As a picture: {path.resolve()}\n")
     else:
@@ -221,17 +221,14 @@ def _model(gguf: Path | None, dtype: str) -> Any:
     return load_model(gguf, DTYPES[dtype], device())
 
 
-def load_description(gguf: Path | None, dtype: str) -> str:
-    """One line about the model."""
-    return describe(_model(gguf, dtype).config, gguf.stem if gguf else "random Llama")
-
-
 @lru_cache(maxsize=1)
 @torch.no_grad()
 def _observed(gguf: Path | None, dtype: str, texts: tuple[tuple[int, ...], ...]) -> Any:
     """The model's own cache after the texts for calibration."""
     model = _model(gguf, dtype)
-    return model.model(input_ids=torch.tensor(texts, device=model.device), use_cache=True).past_key_values
+    output = model.model(input_ids=torch.tensor(texts, device=model.device), use_cache=True)
+    # The name depends on the version of transformers.
+    return output["cache"] if "cache" in output else output["past_key_values"]
 
 
 def _calibrated(gguf: Path | None, dtype: str, scheme: Scheme, texts: tuple[tuple[int, ...], ...]) -> Scales:
@@ -251,7 +248,8 @@ def measure(task: Task, model: Any, ids: torch.Tensor, scales: Scales | None, pr
     nlls = [
         float(torch.nn.functional.cross_entropy(model.lm_head(row[:-1]).float(), tokens[1:])) for row, tokens in zip(hidden, ids)
     ]  # fmt: skip
-    return Measured(task.scheme, tuple(nlls), task.scheme.bytes_per_token(model.config))
+    name = describe(model.config, task.gguf.stem if task.gguf else "random Llama")
+    return Measured(task.scheme, tuple(nlls), task.scheme.bytes_per_token(model.config), name)
 
 
 @torch.no_grad()
