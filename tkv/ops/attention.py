@@ -311,10 +311,15 @@ def shape_of_work(q_dtype: torch.dtype, cache: KVCache, arch: str) -> tuple[int,
     return max(cache.head_dim, cache.v_head_dim), bits, 8 * max(dtype.itemsize for dtype in compute_dtypes(q_dtype, cache, arch))
 
 
+def is_decoded(cache: KVCache) -> bool:
+    """Whether scales are brought in before the products, in registers."""
+    return cache.k_format.is_rounded or cache.v_format.is_rounded
+
+
 def prefill_config(q: torch.Tensor, cache: KVCache, options: Options, arch: str, rows: int) -> AttentionConfig:
     """The default config where up to so many rows (query rows x heads of a group) share their keys."""
     scaled = cache.k_format.is_dynamic or cache.v_format.is_dynamic
-    config = default_prefill(arch, *shape_of_work(q.dtype, cache, arch), rows, options.is_plain, scaled)
+    config = default_prefill(arch, *shape_of_work(q.dtype, cache, arch), rows, options.is_plain, scaled, is_decoded(cache))
     return config if options.mask is None else with_tree(config)
 
 

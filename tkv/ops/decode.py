@@ -19,6 +19,7 @@ from tkv.ops.attention import (
     check_queries,
     check_table,
     check_workspace,
+    is_decoded,
     kernel_for,
     launch_attention,
     launch_merge,
@@ -243,5 +244,6 @@ def plan_decode(
 def decode_config(q: torch.Tensor, cache: KVCache, options: Options, arch: str) -> AttentionConfig:
     """The default config of decoding q [num_seqs, q_len, num_q_heads, head_dim]."""
     rows = q.shape[1] * q.shape[2] // cache.num_kv_heads
-    config = default_decode(arch, *shape_of_work(q.dtype, cache, arch), rows, cache.page_size, options.is_plain)
+    shape = shape_of_work(q.dtype, cache, arch)
+    config = default_decode(arch, *shape, rows, cache.page_size, options.is_plain, cache.v_is_k, is_decoded(cache))
     return config if options.mask is None else with_tree(config)

@@ -86,7 +86,10 @@ def with_tree(config: AttentionConfig) -> AttentionConfig:
 
 
 @lru_cache(maxsize=4096)
-def default_decode(arch: str, head_dim: int, bits: int, compute_bits: int, rows: int, page_size: int, plain: bool) -> AttentionConfig:
+def default_decode(
+    arch: str, head_dim: int, bits: int, compute_bits: int, rows: int, page_size: int, plain: bool, shared: bool = False,
+    decoded: bool = False,
+) -> AttentionConfig:
     """The analytic default of `paged_decode`.
 
     Args:
@@ -97,6 +100,8 @@ def default_decode(arch: str, head_dim: int, bits: int, compute_bits: int, rows:
         rows: query rows x heads of a group.
         page_size: keys of a page.
         plain: no option changes scores or visibility.
+        shared: V is a view of K, and loaded with it.
+        decoded: scales are brought in before the products, in registers.
 
     Returns:
         A config that fits the architecture's shared memory.
@@ -106,8 +111,14 @@ def default_decode(arch: str, head_dim: int, bits: int, compute_bits: int, rows:
         128
     """
     wide = head_dim > 128
+    if head_dim > 256:
+        # The accumulator alone takes half of the registers of four warps.
+        if arch.startswith("gfx") or compute_bits == 32:
+            num_warps = 4 if arch.startswith("gfx9") and compute_bits == 16 else 8
+            return AttentionConfig(16, 16, num_warps, num_stages=1, max_registers=None if arch.startswith("gfx") else 255)
+        return AttentionConfig(16, 32, num_warps=8 if bits == 16 and not shared else 4, num_stages=2, max_registers=255)
     if arch.startswith("gfx9"):
-        return AttentionConfig(block_m=16, block_n=16 if wide and compute_bits == 32 else 32, num_warps=4, num_stages=2)
+        return AttentionConfig(16, 16 if wide and compute_bits == 32 else 32, num_warps=4, num_stages=1 if wide and decoded else 2)
     if arch.startswith("gfx"):
         # Half the registers of gfx9: smaller tiles, and no second one in flight. float32 has no matrix unit, so more warps share it.
         block_n = 32 if head_dim <= 64 and compute_bits == 16 else 16
@@ -117,7 +128,7 @@ def default_decode(arch: str, head_dim: int, bits: int, compute_bits: int, rows:
         return AttentionConfig(16, 16, num_warps=8 if head_dim > 64 else 4, num_stages=1 if wide else 2, max_registers=255)
     block_m = 16 if wide or rows <= 16 else 32
     if wide:
-        block_n = 64 if bits <= 8 and arch != "sm89" and not arch.startswith("sm12") else 32
+        block_n = 64 if bits <= 8 and not decoded and arch != "sm89" and not arch.startswith("sm12") else 32
     elif block_m == 32:
         block_n = 32 if bits <= 8 else 64
     elif bits <= 8:
@@ -130,7 +141,7 @@ def default_decode(arch: str, head_dim: int, bits: int, compute_bits: int, rows:
 
 @lru_cache(maxsize=4096)
 def default_prefill(
-    arch: str, head_dim: int, bits: int, compute_bits: int, rows: int, plain: bool, scaled: bool
+    arch: str, head_dim: int, bits: int, compute_bits: int, rows: int, plain: bool, scaled: bool, decoded: bool = False
 ) -> AttentionConfig:
     """The analytic default of `prefix_prefill` and of the levels of `shared_prefix_decode`.
 
@@ -142,6 +153,7 @@ def default_prefill(
         rows: query rows x heads of a group, of the longest sequence as far as hints say.
         plain: no option changes scores or visibility.
         scaled: every token has scales of its own.
+        decoded: scales are brought in before the products, in registers.
 
     Returns:
         A config that fits the architecture's shared memory. Heads of a group are always rows of one tile: rows stand without gaps, so a
@@ -151,7 +163,7 @@ def default_prefill(
         >>> default_prefill("sm90", 128, bits=16, compute_bits=16, rows=8192, plain=True, scaled=False).block_m
         128
     """
-    block_m, block_n, num_warps = _prefill_tile(arch, head_dim, bits <= 8, compute_bits, scaled)
+    block_m, block_n, num_warps = _prefill_tile(arch, head_dim, bits, compute_bits, scaled, decoded)
     if not plain and block_n > 64:
         # An option's arithmetic takes the registers of a wider tile.
         block_n = 64
@@ -165,13 +177,21 @@ def default_prefill(
     return AttentionConfig(block_m, block_n, num_warps, num_stages=1 if compute_bits == 32 else 2, max_registers=255)
 
 
-def _prefill_tile(arch: str, head_dim: int, quantised: bool, compute_bits: int, scaled: bool) -> tuple[int, int, int]:
+def _prefill_tile(arch: str, head_dim: int, bits: int, compute_bits: int, scaled: bool, decoded: bool) -> tuple[int, int, int]:
     """(block_m, block_n, warps): of those that compile without spills the one with fewest instructions, where there is one."""
-    size = 0 if head_dim <= 64 else 1 if head_dim <= 128 else 2
+    size, quantised = 0 if head_dim <= 64 else 1 if head_dim <= 128 else 2, bits <= 8
+    if head_dim > 256:
+        if arch.startswith("gfx9"):
+            return (16, 16, 4) if quantised or compute_bits == 32 else (64, 16, 8)
+        if arch.startswith("gfx") or compute_bits == 32:
+            return 16, 16, 8
+        return (16, 32, 8) if quantised else (32, 32, 8)
     if compute_bits == 32:
         # IEEE products hold both operands in registers.
         return [(32, 32, 8), (16, 16, 8), (16, 16, 8)][size] if quantised else [(32, 32, 8), (32, 32, 8), (16, 16, 8)][size]
     if arch.startswith("gfx9"):
+        if bits == 4 or decoded:
+            return [(64, 32, 8), (32, 32, 4), (32, 16, 4)][size]
         return [(128, 32 if scaled else 64, 8), (128, 32, 8), (64, 16 if scaled or arch == "gfx90a" else 32, 8)][size]
     if arch.startswith("gfx"):
         return [(64, 32, 8), (64, 16, 8), (32, 16, 8)][size]
@@ -183,7 +203,7 @@ def _prefill_tile(arch: str, head_dim: int, quantised: bool, compute_bits: int, 
             return [(128, 32, 8), (64, 32, 8), (32, 32, 8)][size] if scaled else [(128, 64, 8), (128, 32, 8), (32, 32, 8)][size]
         return [(128, 64, 8), (128, 64, 8), (64, 32, 8)][size]
     if quantised:
-        return [(128, 64, 8), (32, 64, 4), (32, 32, 4)][size]
+        return [(128, 64, 8), (32, 32 if decoded else 64, 4), (32, 32, 4)][size]
     return [(128, 128, 8), (128, 32 if arch in ("sm86", "sm89") else 64, 8), (32, 32, 8)][size]
 
 
