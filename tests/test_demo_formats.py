@@ -258,11 +258,11 @@ def test_the_plot_has_a_colour_for_each_kind_of_number(tmp_path):
     def pixels(kind):
         return ((torch.from_numpy(imread(path)[..., :3]) - torch.tensor(to_rgb(STYLES[kind][0]))).abs().amax(-1) < 0.01).sum().item()
 
-    draw_plot(POINTS, "a title", path)
+    draw_plot(POINTS, "a title", "of what", path)
     assert min(pixels(kind) for kind in ("native", "int8", "fp8_e4m3", "int4")) > 100
     assert pixels("fp8_e5m2") < 20
     with pytest.raises(DemoError, match="cannot be written"):
-        draw_plot(POINTS, "a title", tmp_path / "none" / "plot.png")
+        draw_plot(POINTS, "a title", "of what", tmp_path / "none" / "plot.png")
 
 
 def test_labels_keep_their_distance_and_order():

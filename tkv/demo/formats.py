@@ -151,8 +151,9 @@ def run(dtype: str = "fp32", workers: int | None = None, out: Path | None = None
     if gguf is not None:
         print_goals(goals_of(measured, baseline))
     if can_draw:
-        title = f"{baseline.model.partition(':')[0]}: what a cache format costs in perplexity and takes in memory"
-        draw_plot([point_of(result, baseline) for result in measured], title, path)
+        name = baseline.model.partition(":")[0]
+        subtitle = f"{len(TEXTS)} x {TOKENS - 1} tokens of {' and '.join(TEXTS)}; lower and further left is better"
+        draw_plot([point_of(result, baseline) for result in measured], f"{name}: what a cache format costs", subtitle, path)
         print(f"As a picture: {path.resolve()}\n")
     else:
         print(f"matplotlib is not installed: {HOW_TO_PLOT}\n")
@@ -293,7 +294,7 @@ def print_measured(measured: Sequence[Measured], own: Measured) -> None:
     """The table of formats, largest first."""
     rows = [_row("unquantised, own attention", own, own, "")]
     for result in sorted(measured, key=lambda result: (-result.bytes_per_token, result.excess(own)[-1])):
-        rows.append(_row(result.scheme.name, result, own, f"{result.excess(own)[-1]:+.2f} %"))
+        rows.append(_row(result.scheme.name, result, own, _percent(result.excess(own)[-1])))
     headers = ["K / V", "bytes a token", *(f"perplexity {text}" for text in TEXTS), "both", "excess"]
     print(tabulate(rows, headers=headers, disable_numparse=True, colalign=["left"] + ["right"] * 5))
     print(
@@ -344,7 +345,7 @@ def print_goals(goals: Sequence[Goal]) -> None:
 def point_of(result: Measured, own: Measured) -> Point:
     """A scheme in the plot."""
     scheme = result.scheme
-    name = scheme.name.partition(", newest")[0]
+    name = ("KIVI: " if scheme.by_page else "") + scheme.name.partition(", newest")[0]
     return Point(
         name, scheme.k.partition("/")[0], result.bytes_per_token, result.excess(own)[-1], result.perplexities[-1], scheme.newest
     )  # fmt: skip
@@ -356,4 +357,9 @@ def _row(name: str, result: Measured, own: Measured, excess: str) -> tuple[str, 
 
 
 def _each(excess: Sequence[float]) -> str:
-    return f"{excess[-1]:+.2f} % ({', '.join(f'{value:+.2f}' for value in excess[:-1])})"
+    return f"{_percent(excess[-1])} ({', '.join(_percent(value)[:-2] for value in excess[:-1])})"
+
+
+def _percent(value: float) -> str:
+    # No minus before what is rounded to 0.
+    return f"{round(value, 2) + 0.0:+.2f} %"

@@ -22,6 +22,8 @@ STYLES = {
 }
 # Percent of excess below which the axis is linear, so that 0 and what is below it can be seen.
 LINEAR_PERCENT = 0.1
+# The height of that part of the axis, of that of a decade.
+LINEAR_PART = 0.6
 # Of the axes' height, from one label to the next.
 LABEL_STEP = 0.037
 _INK = "#333333"
@@ -103,12 +105,12 @@ def spread(heights: Sequence[float], step: float, top: float = 1.0) -> list[floa
     return [height + shift for height in middle]
 
 
-def draw_plot(points: Sequence[Point], title: str, path: Path) -> None:
+def draw_plot(points: Sequence[Point], title: str, subtitle: str, path: Path) -> None:
     """Draw excess perplexity against bytes a token.
 
     Args:
         points: at least one.
-        title: above the plot.
+        title, subtitle: above the plot.
         path: the file, replaced if it exists.
 
     Raises:
@@ -120,9 +122,10 @@ def draw_plot(points: Sequence[Point], title: str, path: Path) -> None:
     figure = Figure(figsize=(13.5, 8), dpi=140, layout="constrained")
     axes = figure.add_subplot()
     _set_axes(axes, points)
-    axes.set_title(title, loc="left", fontsize=13, color=_INK, pad=14)
+    axes.set_title(title, loc="left", fontsize=13, color=_INK, pad=26)
+    axes.text(0, 1.02, subtitle, transform=axes.transAxes, fontsize=10, color="#666666", va="bottom")
     frontier = best([point for point in points if point.newest is None])
-    axes.plot(*_places(frontier), color="#b9c7b9", linewidth=5, solid_joinstyle="round", zorder=1)
+    axes.plot(*_places(frontier), color="#b9c7b9", linewidth=4, solid_joinstyle="round", zorder=1)
     for point in points:
         colour, marker = STYLES[point.kind]
         face = colour if point.newest is None else "white"
@@ -150,7 +153,7 @@ def _set_axes(axes: Any, points: Sequence[Point]) -> None:
     axes.set_xlabel("bytes of K, V and scales of a token, all layers", color=_INK)
 
     low, high = min(0.0, *(point.excess for point in points)), max(1.0, *(point.excess for point in points))
-    axes.set_yscale("symlog", linthresh=LINEAR_PERCENT, linscale=0.55)
+    axes.set_yscale("symlog", linthresh=LINEAR_PERCENT, linscale=LINEAR_PART)
     axes.set_ylim(low * 1.3 - 0.04, high * 1.6)
     ticks = [0.0] + [sign * step * 10.0**power for power in range(-1, 7) for step in (1, 2, 5) for sign in (1, -1)]
     shown = sorted(tick for tick in ticks if axes.get_ylim()[0] <= tick <= axes.get_ylim()[1])
@@ -158,7 +161,9 @@ def _set_axes(axes: Any, points: Sequence[Point]) -> None:
     axes.yaxis.set_minor_locator(NullLocator())
     axes.set_ylabel(f"excess of the perplexity (linear up to {LINEAR_PERCENT:g} %)", color=_INK)
     own = points[0].perplexity / (1 + points[0].excess / 100)
-    right = axes.secondary_yaxis("right")
+    right = axes.twinx()
+    right.set_yscale("symlog", linthresh=LINEAR_PERCENT, linscale=LINEAR_PART)
+    right.set_ylim(axes.get_ylim())
     right.set_yticks(shown, [f"{own * (1 + tick / 100):.2f}" for tick in shown])
     right.yaxis.set_minor_locator(NullLocator())
     right.set_ylabel("perplexity", color=_INK)
@@ -189,6 +194,7 @@ def _label(axes: Any, points: Sequence[Point]) -> None:
             axes.annotate(
                 point.name, (point.bytes_per_token, point.excess), (x, height), textcoords="axes fraction", fontsize=9,
                 color=STYLES[point.kind][0], ha="right" if left else "left", va="center", zorder=4,
+                bbox=dict(boxstyle="square,pad=0.12", facecolor="white", edgecolor="none", alpha=0.85),
                 arrowprops=dict(arrowstyle="-", color="#b5b5b5", linewidth=0.7, shrinkA=1, shrinkB=4, relpos=(1.0 if left else 0.0, 0.5)),
             )  # fmt: skip
 
@@ -205,7 +211,7 @@ def _add_legend(axes: Any, points: Sequence[Point]) -> None:
     handles = [sign(kind, STYLES[kind][0], f"{kind} numbers") for kind in kinds]
     newest = sorted({point.newest for point in points if point.newest is not None})
     handles += [sign(kinds[-1], "white", f"newest {count} tokens native, not counted") for count in newest]
-    handles.append(Line2D([], [], color="#b9c7b9", linewidth=5, label="best of those with all tokens quantised"))
+    handles.append(Line2D([], [], color="#b9c7b9", linewidth=4, label="best of those with all tokens quantised"))
     axes.legend(handles=handles, loc="upper right", frameon=False, fontsize=9, labelcolor=_INK)
 
 
