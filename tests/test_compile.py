@@ -7,6 +7,7 @@ Triton that the file names; with another one only what does not depend on regist
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import triton
@@ -26,19 +27,57 @@ PREFILL_PAIRS = [("bf16", kind) for kind in ("bf16", "fp8_e4m3/tensor", "int8/to
 SOURCES = {"fp32": "fp32", "fp16": "fp16"}
 
 
+# Formats with unpacking or scales of their own.
+MORE = ("fp8_e5m2/token_head", "int8/channel", "int8/group32", "int4/token_head", "int4/group32")
+BY_PAGE = ("int8/page_channel+int8/token_head", "int4/page_channel+int4/group32")
+WRITABLE = [kind for kind in supported_formats() if "page_channel" not in kind]
+
+
+def paged(op: str, kind: str, head_dim: int = 128, **more: Any) -> Case:
+    """A case in bf16 with pages that suit the format."""
+    return Case(op, "bf16", kind, head_dim, page_size=128 if "page_channel" in kind else 16, **more)
+
+
 def default_cases() -> list[Case]:
-    """write, decode, reduce and merge, each format, at their default configs."""
+    """Every kernel, each format, at their default configs."""
     cases = [Case("decode", dtype, kind, head_dim) for head_dim in (64, 128, 256) for dtype, kind in PAIRS]
-    cases += [Case("write", SOURCES.get(kind, "bf16"), kind) for kind in supported_formats()]
-    cases += [Case("copy", format=kind) for kind in ("bf16", "int8/token_head")]
+    cases += [paged("decode", kind) for kind in (*MORE, *BY_PAGE)]
+    cases += [Case("write", SOURCES.get(kind, "bf16"), kind) for kind in WRITABLE]
+    cases += [Case("copy", format=kind) for kind in ("bf16", "int8/token_head", "int4/page_channel+int4/group32")]
+    cases += [Case("gather", "bf16", kind) for kind in ("bf16", "fp8_e4m3/head", "int4/group32")]
+    cases += [Case("gather", "fp32", "int4/page_channel+int4/token_head", page_size=32)]
+    cases += [Case("quantize", "bf16", "int4/page_channel+int4/group32", page_size=32), Case("quantize", "fp32", "int8/token_head")]
+    cases += [Case("channels", "bf16", kind, page_size=32) for kind in BY_PAGE]
     cases += [Case("prefill", dtype, kind, head_dim, q_len=1024) for head_dim in (64, 128, 256) for dtype, kind in PREFILL_PAIRS]
     cases += [Case("prefill", "fp32", kind, q_len=1024) for kind in ("fp32", "int8/token_head")]
+    cases += [paged("prefill", kind, q_len=1024) for kind in ("int4/token_head", "int4/page_channel+int4/group32")]
     cases += [Case("prefill_cached", "bf16", kind, q_len=1024) for kind in ("bf16", "int8/token_head")]
-    cases += [Case("level", "bf16", kind) for kind in ("bf16", "fp8_e4m3/tensor")]
+    cases += [Case("level", "bf16", kind) for kind in ("bf16", "fp8_e4m3/tensor", "int4/group32")]
+    # Latent attention, whose V is a view of its K, and heads of two sizes.
+    cases += [Case("decode", "bf16", kind, 576, group=16, v_head_dim=512, shared=True) for kind in ("bf16", "fp8_e4m3/tensor")]
+    cases += [Case(op, "bf16", "bf16", 192, v_head_dim=128, q_len=1024 if op == "prefill" else 1) for op in ("decode", "prefill")]
     return cases + [Case("merge"), Case("merge", "fp32", head_dim=256), Case("depth", q_len=64)]
 
 
-def more_cases() -> list[Case]:
+def format_cases() -> list[Case]:
+    """What `default_cases` leaves out of: each format x decode, prefill and levels of a cascade x head_dim; latent attention."""
+    cases = [
+        paged(op, kind, head_dim, q_len=1024 if op == "prefill" else 1)
+        for kind in (*(kind for kind in WRITABLE if "/" in kind), *BY_PAGE, "int8/page_channel+int4/group32", "bf16+int8/token_head")
+        for op in ("decode", "prefill", "level")
+        for head_dim in (64, 128, 256)
+    ]
+    wide = {"head_dim": 576, "v_head_dim": 512, "group": 16}
+    for op in ("decode", "prefill", "level"):
+        for dtype, kind in (("bf16", "bf16"), ("fp32", "fp32"), ("bf16", "fp8_e4m3/tensor"), ("bf16", "fp8_e4m3/token_head")):
+            cases += [Case(op, dtype, kind, q_len=1024 if op == "prefill" else 1, shared=shared, **wide) for shared in (True, False)]
+        for kind in ("fp8_e4m3/tensor", "int8/token_head", "int4/group32"):
+            cases += [Case(op, "bf16", kind, 192, v_head_dim=128, q_len=1024 if op == "prefill" else 1)]
+    known = set(default_cases())
+    return [case for case in cases if case not in known]
+
+
+def option_cases() -> list[Case]:
     """Blocks of rows, windows, options, pages that a tile lies in, other head dims."""
     kinds = [("bf16", "bf16"), ("bf16", "fp8_e4m3/token_head"), ("bf16", "int8/token_head")]
     cases = []
@@ -85,13 +124,19 @@ def test_every_kernel_compiles_fits_and_does_not_spill_at_its_default_config(arc
 @pytest.mark.deep
 @pytest.mark.parametrize("arch", ARCHS)
 def test_every_option_compiles_fits_and_does_not_spill_at_its_default_config(arch: str) -> None:
-    check(arch, more_cases())
+    check(arch, option_cases())
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("arch", ARCHS)
+def test_every_format_compiles_fits_and_does_not_spill_at_its_default_config(arch: str) -> None:
+    check(arch, format_cases())
 
 
 def test_spills_are_allowed_only_where_registers_cannot_hold_the_tiles() -> None:
     for arch, spills in SPILLS["spills"].items():
         for name in spills:
-            wide, rdna = " d256 " in f"{name} ", arch.startswith(("gfx11", "gfx12"))
+            wide, rdna = " d256 " in f"{name} " or " d576/512 " in name, arch.startswith(("gfx11", "gfx12"))
             assert rdna or (wide and " fp32 " in name), f"{arch} {name}"
 
 
@@ -102,6 +147,35 @@ def test_packed_instructions_are_used_where_the_hardware_has_them() -> None:
     assert "I2F" not in loops["int8/token_head", "sm80"] and loops["int8/token_head", "sm80"]["PRMT"] >= 64
     assert loops["fp8_e4m3/tensor", "sm80"]["LOP3"] >= 128
     assert all("LDSM" in loop for loop in loops.values())
+
+
+def test_each_format_is_unpacked_by_the_instructions_meant_for_it() -> None:
+    kinds = ("fp8_e5m2/tensor", "int4/token_head", "int4/group32", "int8/group32")
+    jobs = [(Case("decode", "bf16", kind), arch) for kind in kinds for arch in ("sm80", "sm90", "sm100")]
+    for report in compile_all(jobs, workers=1):
+        loop, name = report.loop, f"{report.case.format} {report.arch}"
+        assert not {"I2F", "I2FP", "F2F"} & set(loop), f"{name}: numbers are converted one by one"
+        assert "LDSM" in loop, f"{name}: words are not read as matrices"
+        tokens = next(arg.BLOCK_N for arg in launch_of(report.case, report.arch).args if hasattr(arg, "BLOCK_N"))
+        # Two numbers an instruction: 32 threads x 4 warps, 2 x 128 dims a token.
+        pairs = tokens * 2 * 128 // 2 // 128
+        if report.case.format == "fp8_e5m2/tensor":
+            assert loop["PRMT"] >= pairs // 2 and not loop.get("F2FP", 0) > pairs // 2, name
+        elif report.case.format.startswith("int4"):
+            # A mask for each pair, and its bias off; decoded ones a product more.
+            assert loop["LOP3"] >= pairs, name
+            assert loop.get("HADD2", 0) + loop.get("HFMA2", 0) >= (2 if "group" in report.case.format else 1) * pairs, name
+        else:
+            assert loop.get("HMUL2", 0) >= pairs, name
+
+
+def test_e4m3_is_decoded_by_its_bits_where_the_hardware_has_none_of_it() -> None:
+    jobs = [(Case("decode", "bf16", "fp8_e4m3/tensor"), arch) for arch in ("sm80", "sm86", "gfx90a", "gfx1100")]
+    for report in compile_all(jobs, workers=1):
+        # The few conversions of an NVIDIA loop are those of the probabilities.
+        assert not [name for name in report.loop if "fp8" in name] and report.loop.get("F2FP", 0) <= 16, report.arch
+        shifts = sum(count for name, count in report.loop.items() if "lsh" in name or name in ("SHF", "LOP3"))
+        assert shifts >= 48, f"{report.arch}: {report.loop}"
 
 
 @pytest.mark.parametrize(("arch", "instruction"), [("sm90", "HGMMA"), ("sm100", "UTCHMMA"), ("sm103", "UTCHMMA")])
@@ -130,7 +204,7 @@ def test_a_case_that_does_not_exist_is_refused() -> None:
 
 def record(archs: list[str], deep: bool) -> None:
     """Write what these architectures spill into spills.json: ``python -m tests.test_compile [--deep] [arch ...]``."""
-    jobs = [(case, arch) for arch in archs for case in default_cases() + (more_cases() if deep else [])]
+    jobs = [(case, arch) for arch in archs for case in default_cases() + (option_cases() + format_cases() if deep else [])]
     spills = {arch: known for arch, known in SPILLS["spills"].items() if arch not in archs}
     for report in compile_all(jobs, progress=lambda done: print(done.arch, done.case.name, done.spills, done.error, flush=True)):
         if report.spills:
