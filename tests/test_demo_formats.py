@@ -134,12 +134,14 @@ def test_every_format_is_measured():
     assert {scheme.scales for scheme in found if scheme.k.startswith("fp8_e4m3/t")} == {"1.0", "calibrated", ""}
 
 
-OWN = Measured(Scheme("fp32", "fp32"), (2.0, 3.0), 100.0, "a model")
+LOSSES = torch.tensor([[1.0, 2.0, 3.0], [2.0, 5.0, 2.0]], dtype=torch.float64)
+OWN = Measured(Scheme("fp32", "fp32"), LOSSES, 100.0, "a model")
 
 
 def seen(scheme, first, second):
     """A scheme whose perplexities exceed those of OWN by so many percent."""
-    return Measured(scheme, (2.0 + math.log1p(first / 100), 3.0 + math.log1p(second / 100)), 50.0, "a model")
+    more = torch.tensor([[first], [second]], dtype=torch.float64).div(100).log1p()
+    return Measured(scheme, LOSSES + more, 50.0, "a model")
 
 
 def test_goals_are_over_both_texts():
@@ -156,6 +158,14 @@ def test_goals_are_over_both_texts():
     assert goals_of(measured, OWN)[1].seen == "+0.55 % (+0.40, +0.70)"
     assert measured[0].perplexities[:2] == pytest.approx([math.exp(2) * 1.016, math.exp(3) * 1.013])
     assert measured[0].perplexities[2] == pytest.approx(math.exp(2.5) * math.sqrt(1.016 * 1.013))
+
+
+def test_the_error_of_an_excess_is_that_of_a_mean_of_differences():
+    noise = torch.tensor([[0.1, -0.1, 0.1], [-0.1, 0.1, -0.1]], dtype=torch.float64)
+    result = Measured(Scheme("fp16", "fp16"), LOSSES + 0.02 + noise, 50.0, "a model")
+    # Standard deviation of six numbers +-0.1, with five degrees of freedom, over the root of six.
+    assert result.error(OWN) == pytest.approx(100 * 0.1 * math.sqrt(6 / 5) / math.sqrt(6))
+    assert result.excess(OWN)[-1] == pytest.approx(100 * math.expm1(0.02))
 
 
 def test_a_difference_that_rounding_does_not_explain_is_told():
@@ -195,11 +205,11 @@ def test_scenario_with_a_random_model(small_scenario, capsys):
     assert formats.run("fp32", workers=1) == 0
     out, err = capsys.readouterr()
     assert "NO PRETRAINED MODEL: there is none" in out and "Goals" not in out
-    rows = re.findall(r"^(\S.*?)  +([\d,]+)  +(\d+\.\d+)  +(\d+\.\d+)  +(\d+\.\d+)  +([-+]\d+\.\d+) %$", out, re.M)
+    rows = re.findall(r"^(\S.*?)  +([\d,]+)  +(\d+\.\d+)  +(\d+\.\d+)  +(\d+\.\d+)  +([-+]\d+\.\d+) %  +\d+\.\d+$", out, re.M)
     assert len(rows) == 7 and rows[0][0] == "fp16" and {row[0] for row in rows} >= {"fp8_e4m3/tensor (1.0)", "int4/token_head"}
     sizes = [int(row[1].replace(",", "")) for row in rows]
     assert sizes == sorted(sizes, reverse=True) and sizes[0] == 2 * 2 * 2 * 32 * 2
-    assert "int4/page_channel + int4/group32, newest 20 native" in out and "34 of 34" in out
+    assert "int4/page_channel + int4/group32, newest 20 native" in out and "33 of 33" in out
     assert re.search(r"^unquantised, own attention +1,024 ", out, re.M)
     assert f"As a picture: {small_scenario / 'tkv-formats.png'}" in out
     assert (small_scenario / "tkv-formats.png").read_bytes().startswith(b"\x89PNG\r\n")
