@@ -185,13 +185,13 @@ def twice_launched(monkeypatch):
 
 def twice_loaded(monkeypatch):
     """The kernel loads each tile of keys again."""
-    load = attend.load_words
+    load = attend.load_columns
 
-    def load_words(*args):
+    def load_columns(*args):
         load(*args)
         return load(*args)
 
-    monkeypatch.setattr(attend, "load_words", load_words)
+    monkeypatch.setattr(attend, "load_columns", load_columns)
 
 
 @pytest.mark.parametrize("plant", [twice_launched, twice_loaded])

@@ -75,11 +75,11 @@ class KVCache:
         self.k = _stored(k, self.k_format, "k")
         self.v = _stored(v, self.v_format, "v")
         self.k_scale = self._scale(k_scale, self.k_format, self.head_dim, "k_scale")
-        if self.v_is_k:
-            if self.k_format.dtype == "int4" or self.k_format.scale in ("channel", "group", "page_channel"):
-                raise UnsupportedError(f"v: cannot be a view of k in {self.k_format}, where what a dim is stored as depends on others")
-            if v_scale is not None and v_scale is not k_scale and not _same_scale(self.k_scale, v_scale):
-                raise UnsupportedError("v_scale: v is a view of k, whose scales are its own: pass k_scale's tensor, or None")
+        by_dims = self.k_format.dtype == "int4" or self.k_format.scale in ("channel", "group")
+        if self.shares_memory and by_dims and self.head_dim != self.v_head_dim:
+            raise UnsupportedError(f"v: cannot be a view of some dims of k in {self.k_format}: how one is stored depends on others")
+        numbers = isinstance(k_scale, Real) and isinstance(v_scale, Real)
+        if self.shares_memory and (v_scale is None or v_scale is k_scale or (numbers and v_scale == k_scale)):
             v_scale = self.k_scale
         self.v_scale = self._scale(v_scale, self.v_format, self.v_head_dim, "v_scale")
 
@@ -192,9 +192,16 @@ class KVCache:
         return self.k_format.is_native and self.v_format.is_native
 
     @cached_property
-    def v_is_k(self) -> bool:
-        """Whether V is a view of the first dims of K (MLA): it is then stored, written and loaded once."""
+    def shares_memory(self) -> bool:
+        """Whether V is a view of the first dims of K."""
         return self.k_format == self.v_format and self.v_head_dim <= self.head_dim and _is_view(self.v, self.k)
+
+    @cached_property
+    def v_is_k(self) -> bool:
+        """Whether V is a view of the first dims of K with the same scales (MLA): it is then stored, written and loaded once."""
+        if not self.shares_memory or self.k_scale is None or self.v_scale is None:
+            return self.shares_memory
+        return self.k_scale is self.v_scale or _is_view(self.v_scale, self.k_scale)
 
     @cached_property
     def words(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -287,13 +294,6 @@ def _is_view(tensor: torch.Tensor, of: torch.Tensor) -> bool:
     """Whether a tensor begins where another does, with the same strides. Asks for no address, which fake tensors do not have."""
     same = tensor.untyped_storage()._cdata == of.untyped_storage()._cdata and tensor.storage_offset() == of.storage_offset()
     return same and tensor.stride() == of.stride() and tensor.numel() > 0
-
-
-def _same_scale(k_scale: torch.Tensor | None, v_scale: torch.Tensor | float) -> bool:
-    """Whether the scales of V are those of K."""
-    if isinstance(v_scale, torch.Tensor):
-        return k_scale is not None and (v_scale is k_scale or _is_view(v_scale, k_scale))
-    return k_scale is not None and not k_scale.is_meta and k_scale.numel() == 1 and k_scale.item() == v_scale
 
 
 def _tensor(scale: torch.Tensor | float | None) -> torch.Tensor | None:

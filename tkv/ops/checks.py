@@ -8,7 +8,7 @@ from numbers import Integral, Real
 import torch
 
 from tkv.cache import KVCache
-from tkv.errors import DeviceError, DTypeError, RangeError, ShapeError
+from tkv.errors import DeviceError, DTypeError, RangeError, ShapeError, UnsupportedError
 
 INTEGERS = (torch.int32, torch.int64)
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -45,6 +45,12 @@ def check_cache(cache: object, name: str = "cache") -> KVCache:
     if not isinstance(cache, KVCache):
         raise DTypeError(f"{name}: expected a tkv.KVCache, got {type(cache).__name__}")
     return cache
+
+
+def check_writable(cache: KVCache, name: str = "cache") -> None:
+    """K and V have memory of their own, or are one."""
+    if cache.shares_memory and not cache.v_is_k:
+        raise UnsupportedError(f"{name}: v is a view of k with scales of its own, and only one of the two can be stored; share the scales")
 
 
 def check_int(name: str, value: object, low: int) -> int:

@@ -6,7 +6,7 @@ import torch
 
 from tkv.cache import KVCache
 from tkv.errors import DeviceError, UnsupportedError
-from tkv.ops.checks import INTEGERS, check_cache, check_tensor, checks_on
+from tkv.ops.checks import INTEGERS, check_cache, check_tensor, check_writable, checks_on
 from tkv.ops.copy import check_pairs
 from tkv.ops.launch import (
     Launch,
@@ -56,6 +56,7 @@ def quantize_pages(src: KVCache, dst: KVCache, src_pages: torch.Tensor, dst_page
             raise UnsupportedError(f"dst: expected the {name} of src, {getattr(src, name)}, got {getattr(dst, name)}")
     if src.device != dst.device:
         raise DeviceError(f"dst: expected the device of src, {src.device}, got {dst.device}")
+    check_writable(dst, "dst")
     check_tensor("src_pages", src_pages, ("num_pairs",), INTEGERS, src.device, contiguous_last=False)
     check_tensor("dst_pages", dst_pages, (src_pages.shape[0],), INTEGERS, dst.device, contiguous_last=False)
     check_launchable(src.device)

@@ -7,7 +7,7 @@ import torch
 from tkv.cache import KVCache
 from tkv.errors import UnsupportedError
 from tkv.kernels.args import NewStrides
-from tkv.ops.checks import FLOATS, INTEGERS, check_cache, check_slots, check_tensor, checks_on
+from tkv.ops.checks import FLOATS, INTEGERS, check_cache, check_slots, check_tensor, check_writable, checks_on
 from tkv.ops.launch import Launch, arch_name, check_launchable, interpreting, padded, paged_bytes, row_storages, target_for
 
 
@@ -54,6 +54,7 @@ def write_kv(
             raise UnsupportedError(f"{name}: rotation on the way into the cache is not in this version; rotate k before, and pass None")
     check_tensor("k", k, ("num_tokens", cache.num_kv_heads, cache.head_dim), FLOATS, cache.device)
     check_tensor("v", v, (k.shape[0], cache.num_kv_heads, cache.v_head_dim), FLOATS, cache.device)
+    check_writable(cache)
     if cache.k_format.scale == "page_channel":
         raise UnsupportedError(f"cache: {cache.k_format} is filled a page at a time; write to a native cache and use tkv.quantize_pages")
     check_tensor("slot_mapping", slot_mapping, (k.shape[0],), INTEGERS, cache.device, contiguous_last=False)

@@ -132,7 +132,7 @@ def default_decode(
     elif block_m == 32:
         block_n = 32 if bits <= 8 else 64
     elif bits <= 8:
-        block_n = 128 if head_dim >= 64 else 64
+        block_n = 128 if head_dim >= (128 if bits == 4 else 64) else 64
     else:
         # 128 keys of 128 native dims leave no registers for an option's arithmetic; a tile that lies in one page needs fewer instructions.
         block_n = 128 if head_dim == 64 or (head_dim == 128 and plain and page_size % 64) else 64
@@ -187,6 +187,8 @@ def _prefill_tile(arch: str, head_dim: int, bits: int, compute_bits: int, scaled
             return 16, 16, 8
         return (16, 32, 8) if quantised else (32, 32, 8)
     if compute_bits == 32:
+        if arch.startswith("gfx9") and decoded and size == 2:
+            return 16, 16, 4
         # IEEE products hold both operands in registers.
         return [(32, 32, 8), (16, 16, 8), (16, 16, 8)][size] if quantised else [(32, 32, 8), (32, 32, 8), (16, 16, 8)][size]
     if arch.startswith("gfx9"):
