@@ -32,15 +32,20 @@ def piece_dims(PIECE: tl.constexpr, STORAGE: tl.constexpr):
 
 
 @triton.jit
+def zeros_of_run(BLOCK: tl.constexpr, RUN: tl.constexpr, STORAGE: tl.constexpr):
+    """A piece [BLOCK, words] of zeros."""
+    WORDS: tl.constexpr = STORAGE.REST if RUN else STORAGE.WIDTH
+    return tl.zeros([BLOCK, WORDS], tl.float32)
+
+
+@triton.jit
 def zeros(BLOCK: tl.constexpr, STORAGE: tl.constexpr):
-    """Pieces [BLOCK, words] of zeros."""
-    RUNS: tl.constexpr = STORAGE.RUNS
+    """All pieces of BLOCK rows, zeros."""
+    PIECES: tl.constexpr = STORAGE.RUNS * STORAGE.PLANES
     PLANES: tl.constexpr = STORAGE.PLANES
     pieces = ()
-    for run in tl.static_range(RUNS):
-        WORDS: tl.constexpr = STORAGE.REST if run else STORAGE.WIDTH
-        for _ in tl.static_range(PLANES):
-            pieces = pieces + (tl.zeros([BLOCK, WORDS], tl.float32),)
+    for piece in tl.static_range(PIECES):
+        pieces = pieces + (zeros_of_run(BLOCK, piece // PLANES, STORAGE),)
     return pieces
 
 
