@@ -62,13 +62,14 @@ def plan_copy(src: KVCache, dst: KVCache, src_pages: torch.Tensor, dst_pages: to
     k, v = src.words
     block_d = padded(max(k.shape[3], v.shape[3]))
     scales = [_scale_words(scale, kind) for scale, kind in zip(src.scale_words, (src.k_format, src.v_format))]
-    block_r = max(1, 2048 // block_d)
+    block_s = padded(max(*scales, 1))
+    block_r = max(1, 2048 // max(block_d, block_s))
     return Launch(
         copy_kernel,
         (src_pages.shape[0], -(-src.page_size * src.num_kv_heads // block_r)),
         (paged_words(src), paged_words(dst), src_pages, dst_pages, src_pages.stride(0), dst_pages.stride(0))
         + (src.num_pages, dst.num_pages, src.num_kv_heads, src.page_size, k.shape[3], v.shape[3], block_r, block_d)
-        + (*scales, padded(max(*scales, 1)), src.k_format.scale == "page_channel", not src.v_is_k),
+        + (*scales, block_s, src.k_format.scale == "page_channel", not src.v_is_k),
         num_warps=4,
         num_stages=1,
     )

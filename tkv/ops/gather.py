@@ -109,7 +109,8 @@ def plan_gather(
     """The launch behind `gather_window`. k, v and positions are its results."""
     from tkv.kernels.gather import gather_kernel
 
-    block_r = max(1, 2048 // padded(max(cache.head_dim, cache.v_head_dim)))
+    # 8 numbers a thread.
+    block_r = max(1, 1024 // padded(max(cache.head_dim, cache.v_head_dim)))
     num_seqs = page_table.shape[0]
     num_rows = positions.numel()
     return Launch(
