@@ -57,7 +57,7 @@ def default_cases() -> list[Case]:
     cases += [Case("decode", "bf16", kind, 576, group=16, v_head_dim=512, shared=True) for kind in ("bf16", "fp8_e4m3/tensor")]
     cases += [Case(op, "bf16", "bf16", 192, v_head_dim=128, q_len=1024 if op == "prefill" else 1) for op in ("decode", "prefill")]
     # Rows whose words are cut in two.
-    cases += [Case(op, "bf16", kind, 96, q_len=8) for op, kind in (("decode", "bf16"), ("prefill", "int8/token_head"))]
+    cases += [Case("decode", "bf16", "bf16", 96), Case("prefill", "bf16", "int8/token_head", 192, q_len=1024)]
     return cases + [Case("merge"), Case("merge", "fp32", head_dim=256), Case("depth", q_len=64)]
 
 

@@ -102,11 +102,11 @@ def test_heads_of_k_and_v_may_differ_in_size(kind, dim, v_dim):
 
 @pytest.mark.parametrize("kind", ["int4/token_head", "int4/group32", "int8/group32", "fp8_e5m2/tensor"])
 def test_rows_whose_words_are_cut_into_two_runs(kind):
-    for dim in (96, 192, 160, 320):
+    for dim in (96, 192, 320, 384):
         build(kind, (21, 3), 16, 2, 2, dim, torch.float16, launch={"config": SMALL}, layout="wide").check()
 
 
-def latent(kind, dim=80, v_dim=64, lens=(37, 5, 64), group=8, q_dtype=torch.float32):
+def latent(kind, dim=96, v_dim=64, lens=(37, 5, 64), group=8, q_dtype=torch.float32):
     """Decoding over a cache whose V is a view of its K, as multi-head latent attention has it."""
     rng = torch.Generator().manual_seed(dim)
     form = tkv.KVFormat.parse(kind)
@@ -127,11 +127,11 @@ def latent(kind, dim=80, v_dim=64, lens=(37, 5, 64), group=8, q_dtype=torch.floa
 
 
 class TestLatent:
-    @pytest.mark.parametrize(("dim", "v_dim", "group"), [(80, 64, 8), (72, 64, 3), (96, 80, 1), (64, 64, 20), (576, 512, 16)])
+    @pytest.mark.parametrize(("dim", "v_dim", "group"), [(96, 64, 8), (192, 128, 3), (96, 80, 1), (64, 64, 20), (576, 512, 16)])
     @pytest.mark.parametrize("kind", ["fp32", "bf16", "fp16", "fp8_e4m3/tensor", "fp8_e5m2/tensor", "int8/token_head"])
     def test_v_is_a_view_of_k(self, kind, dim, v_dim, group):
         own = tkv.KVFormat.parse(kind).torch_dtype
-        q_dtype = own if own.itemsize == 2 else torch.float32 if kind == "fp32" or dim == 72 else torch.bfloat16
+        q_dtype = own if own.itemsize == 2 else torch.float32 if kind == "fp32" or dim == 192 else torch.bfloat16
         problem = latent(kind, dim, v_dim, group=group, q_dtype=q_dtype)
         assert problem.cache.v_is_k
         for config in (SMALL, None):
@@ -141,10 +141,10 @@ class TestLatent:
     @pytest.mark.parametrize("kind", ["bf16", "int8/token_head"])
     def test_k_is_loaded_once(self, kind):
         loads = pytest.importorskip("tkv.demo.loads")
-        problem = latent(kind, q_dtype=torch.bfloat16)
+        problem = latent(kind, 192, 128, q_dtype=torch.bfloat16)
         with loads.count_loads(problem.cache.k) as counted:
             problem.run(config=AttentionConfig(16, 16, 4, 1))
-        assert counted.bytes == int(problem.seq_lens.sum()) * 80 * problem.cache.k.element_size()
+        assert counted.bytes == int(problem.seq_lens.sum()) * 192 * problem.cache.k.element_size()
 
     @pytest.mark.parametrize("kind", ["bf16", "fp8_e4m3/tensor"])
     def test_prefill_and_shared_prefixes(self, kind):
@@ -157,7 +157,7 @@ class TestLatent:
         out = tkv.shared_prefix_decode(problem.q, problem.cache, levels, table, problem.seq_lens, **shared)
         torch.testing.assert_close(out.double(), ref[0], rtol=2e-2, atol=2e-2)
         cu_seqlens = torch.tensor([0, 1, 2], dtype=torch.int32, device=DEVICE)
-        k, v = (torch.randn(2, 1, size, device=DEVICE).bfloat16() for size in (80, 64))
+        k, v = (torch.randn(2, 1, size, device=DEVICE).bfloat16() for size in (96, 64))
         for new in ((None, None), (k, v)):
             prefix = problem.seq_lens - (1 if new[0] is None else 0)
             args = (problem.q, *new, problem.cache, problem.page_table, prefix, cu_seqlens)

@@ -105,12 +105,14 @@ def padded(size: int) -> int:
 def runs_of(words: int) -> tuple[int, int]:
     """The runs that a row of so many words is cut into, powers of two: one, or two where that is less padding; 0 for none.
 
+    A run of 16 words costs more, in a product and loads of its own, than the padding that it saves.
+
     Example:
-        >>> runs_of(128), runs_of(120), runs_of(576)
-        ((128, 0), (128, 0), (512, 64))
+        >>> runs_of(128), runs_of(80), runs_of(48), runs_of(576)
+        ((128, 0), (64, 32), (64, 0), (512, 64))
     """
     whole = padded(words)
-    rest = padded(words - whole // 2) if words > whole // 2 >= 16 else whole
+    rest = max(32, padded(words - whole // 2)) if words > whole // 2 else whole
     return (whole // 2, rest) if whole // 2 + rest < whole else (whole, 0)
 
 

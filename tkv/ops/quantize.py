@@ -73,7 +73,7 @@ def plan_quantize(
     """The launches behind `quantize_pages`: rows, and channels where keys have scales of pages."""
     from tkv.kernels.quantize import quantize_channels_kernel, quantize_kernel
 
-    block_r = max(1, 2048 // padded(max(src.head_dim, src.v_head_dim)))
+    block_r = max(1, 1024 // padded(max(src.head_dim, src.v_head_dim)))
     k, v = row_storages(dst)
     by_page = dst.k_format.scale == "page_channel"
     source, target = paged_bytes(src), paged_bytes(dst)

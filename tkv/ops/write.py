@@ -69,8 +69,9 @@ def plan_write(k: torch.Tensor, v: torch.Tensor, cache: KVCache, slot_mapping: t
     """The launch behind `write_kv`."""
     from tkv.kernels.write import write_kernel
 
-    # 16 numbers a thread.
-    block_r = max(1, 2048 // padded(max(cache.head_dim, cache.v_head_dim)))
+    # 16 numbers a thread; of formats with scales of groups 8, and as many scales.
+    numbers = 1024 if "group" in (cache.k_format.scale, cache.v_format.scale) else 2048
+    block_r = max(1, numbers // padded(max(cache.head_dim, cache.v_head_dim)))
     num_rows = k.shape[0] * cache.num_kv_heads
     return Launch(
         write_kernel,
