@@ -78,7 +78,7 @@ class KVCache:
         by_dims = self.k_format.dtype == "int4" or self.k_format.scale in ("channel", "group")
         if self.shares_memory and by_dims and self.head_dim != self.v_head_dim:
             raise UnsupportedError(f"v: cannot be a view of some dims of k in {self.k_format}: how one is stored depends on others")
-        numbers = isinstance(k_scale, Real) and isinstance(v_scale, Real)
+        numbers = not isinstance(k_scale, torch.Tensor) and not isinstance(v_scale, torch.Tensor)
         if self.shares_memory and (v_scale is None or v_scale is k_scale or (numbers and v_scale == k_scale)):
             v_scale = self.k_scale
         self.v_scale = self._scale(v_scale, self.v_format, self.v_head_dim, "v_scale")

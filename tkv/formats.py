@@ -276,7 +276,7 @@ def infer(tensor: torch.Tensor, scale: torch.Tensor | None, name: str) -> KVForm
     for text in supported_formats():
         kind = KVFormat.parse(text)
         if kind.dtype == dtype and scale is not None and head_dim % (kind.group_size or 1) == 0:
-            shape = kind.scale_shape(*tensor.shape[:3], head_dim)
+            shape = kind.scale_shape(tensor.shape[0], tensor.shape[1], tensor.shape[2], head_dim)
             if shape == tuple(scale.shape) and scale.dtype == kind.scale_dtype:
                 return kind
     given = "none" if scale is None else f"{list(scale.shape)} of {scale.dtype}"

@@ -69,7 +69,8 @@ def test_rows_of_two_runs(kind):
 
 @pytest.mark.parametrize("kind", ["bf16", "fp8_e4m3/tensor", "int8/token_head"])
 def test_v_as_a_view_of_k(kind):
-    tight(latent(kind, 192 if kind != "bf16" else 96, 128 if kind != "bf16" else 64, (20, 5), q_dtype=torch.bfloat16), config=SPLITS).check()
+    dims = (96, 64) if kind == "bf16" else (192, 128)
+    tight(latent(kind, *dims, (20, 5), q_dtype=torch.bfloat16), config=SPLITS).check()
     tight(latent(kind, 96, 80, (20, 5), q_dtype=torch.bfloat16), config=WHOLE).check()
 
 

@@ -78,7 +78,7 @@ class PagedModel:
     @property
     def bytes_per_token(self) -> int:
         """Bytes that a token takes in all layers, K, V and scales."""
-        return sum(cache.bytes_per_token for cache in self.caches)
+        return round(sum(cache.bytes_per_token for cache in self.caches))
 
     @property
     def pages_used(self) -> int:

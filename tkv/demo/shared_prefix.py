@@ -194,7 +194,7 @@ def serve(task: Task, model: Any, progress: Progress) -> Served:
         stats=manager.stats(),
         reads=reads,
         shared_keys=served.shared_keys,
-        bytes_per_token=sum(cache.bytes_per_token for cache in served.caches),
+        bytes_per_token=round(sum(cache.bytes_per_token for cache in served.caches)),
         model=describe(model.config, task.gguf.stem if task.gguf else "random Llama"),
     )
 
