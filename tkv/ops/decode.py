@@ -245,5 +245,6 @@ def decode_config(q: torch.Tensor, cache: KVCache, options: Options, arch: str) 
     """The default config of decoding q [num_seqs, q_len, num_q_heads, head_dim]."""
     rows = q.shape[1] * q.shape[2] // cache.num_kv_heads
     shape = shape_of_work(q.dtype, cache, arch)
-    config = default_decode(arch, *shape, rows, cache.page_size, options.is_plain, cache.v_is_k, is_decoded(cache))
+    by_page = cache.k_format.scale == "page_channel"
+    config = default_decode(arch, *shape, rows, cache.page_size, options.is_plain, cache.v_is_k, is_decoded(cache), by_page)
     return config if options.mask is None else with_tree(config)

@@ -88,7 +88,7 @@ def with_tree(config: AttentionConfig) -> AttentionConfig:
 @lru_cache(maxsize=4096)
 def default_decode(
     arch: str, head_dim: int, bits: int, compute_bits: int, rows: int, page_size: int, plain: bool, shared: bool = False,
-    decoded: bool = False,
+    decoded: bool = False, by_page: bool = False,
 ) -> AttentionConfig:
     """The analytic default of `paged_decode`.
 
@@ -102,6 +102,7 @@ def default_decode(
         plain: no option changes scores or visibility.
         shared: V is a view of K, and loaded with it.
         decoded: scales are brought in before the products, in registers.
+        by_page: keys have scales of pages, so that a tile within a page needs few of them.
 
     Returns:
         A config that fits the architecture's shared memory.
@@ -136,7 +137,11 @@ def default_decode(
     else:
         # 128 keys of 128 native dims leave no registers for an option's arithmetic; a tile that lies in one page needs fewer instructions.
         block_n = 128 if head_dim == 64 or (head_dim == 128 and plain and page_size % 64) else 64
-    return AttentionConfig(block_m, block_n, num_warps=4, num_stages=2, max_registers=255)
+    num_warps = 4
+    if by_page:
+        block_n = min(block_n, max(32, page_size))
+        num_warps = 2 if block_n == 32 and head_dim <= 128 else 4
+    return AttentionConfig(block_m, block_n, num_warps, num_stages=2, max_registers=255)
 
 
 @lru_cache(maxsize=4096)
