@@ -1,5 +1,6 @@
 """KVCache and KVFormat: what is inferred, what is viewed, how large it is."""
 
+import copy
 import pickle
 import re
 
@@ -284,3 +285,40 @@ def test_geometries_that_a_format_cannot_hold_are_refused(name, page_size, head_
 def test_the_version_and_the_public_names():
     assert tkv.__version__.count(".") == 2
     assert all(hasattr(tkv, name) for name in tkv.__all__)
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp16", "int8/token_head", "int4/group32"])
+def test_a_used_cache_can_be_pickled_and_saved(kind, tmp_path):
+    cache = empty_cache(kind, "nhd", 2, 4, 1, 32, device=DEVICE)
+    rng = torch.Generator().manual_seed(1)
+    table, lens, slots = (torch.tensor(x, device=DEVICE) for x in ([[1, 0]], [6], [4, 5, 6, 7, 0, 1]))
+    rows = [torch.randn(6, 1, 32, generator=rng).to(DEVICE) for _ in range(4)]
+    tkv.write_kv(rows[0], rows[1], cache, slots)
+    tkv.gather_window(cache, table, lens, window=None)
+    tkv.paged_decode(torch.zeros(1, 1, 32, device=DEVICE), cache, table, lens)
+    torch.save(cache, tmp_path / "cache.pt")
+    for again in (pickle.loads(pickle.dumps(cache)), copy.deepcopy(cache), torch.load(tmp_path / "cache.pt", weights_only=False)):
+        tkv.write_kv(rows[2], rows[3], again, slots)
+        k, v, *_ = tkv.gather_window(again, table, lens, window=None, dtype=torch.float32)
+        assert bool(((k[:6] - rows[2]).abs() < 0.6).all()) and bool(((v[:6] - rows[3]).abs() < 0.6).all())
+    old, *_ = tkv.gather_window(cache, table, lens, window=None, dtype=torch.float32)
+    assert bool(((old[:6] - rows[0]).abs() < 0.6).all()), "the first is as it was"
+
+
+def test_v_is_a_view_of_k_after_pickling_too():
+    k = torch.zeros(2, 4, 1, 64, dtype=torch.int8, device=DEVICE)
+    cache = KVCache(k, k[..., :32], torch.ones(2, 4, 1, device=DEVICE))
+    for used in (False, True):
+        again = pickle.loads(pickle.dumps(cache))
+        assert again.v_is_k and again.v.data_ptr() == again.k.data_ptr() and again.v_scale is again.k_scale
+        tkv.write_kv(torch.ones(1, 1, 64, device=DEVICE), torch.zeros(1, 1, 32, device=DEVICE), again, torch.tensor([5], device=DEVICE))
+        assert again.v[1, 1].unique().tolist() == [127]
+        cache = again if used else cache
+
+
+def test_static_scales_that_are_no_scales_are_found_on_request(monkeypatch):
+    cache = KVCache.empty(1, 16, 2, 32, "int8/head", k_scale=torch.tensor([0.5, -0.5], device=DEVICE), v_scale=1.0, device=DEVICE)
+    table, lens = torch.zeros(1, 1, dtype=torch.int32, device=DEVICE), torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    monkeypatch.setenv("TKV_CHECK", "1")
+    with pytest.raises(RangeError, match=r"cache.k_scale: expected positive numbers .* got \[0.5, -0.5\]"):
+        tkv.gather_window(cache, table, lens, window=1)

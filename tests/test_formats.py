@@ -82,6 +82,21 @@ def test_numbers_far_from_zero_with_little_between_them(kind, q_dtype):
         build(kind, (75, 20), page_size, 1, 4, 64, q_dtype, edit=far, spike=4.0, launch={"config": SMALL}).check()
 
 
+@pytest.mark.parametrize("q_dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("outlier", [30.0, 1000.0, 60000.0])
+def test_keys_with_a_channel_far_above_the_others_which_the_query_does_not_see(outlier, q_dtype):
+    """A minimum of 0.1 beside a scale that is a thousand times as large: it must not lose its bits to it."""
+    steps = 0.1 + 6.1e-5 * torch.arange(40.0) % 4
+
+    def channel(q, k, v):
+        k[:] = steps[:, None, None].half().float()
+        k[:, :, 5] = outlier
+        q[:] = (q.abs() * 50 + 350).to(q.dtype)
+        q[..., 5] = 0
+
+    build(("int4/token_head", "int8/token_head"), (40,), 16, 1, 2, 64, q_dtype, edit=channel).check()
+
+
 @pytest.mark.parametrize("kind", [kind for kind in MORE_FORMATS if "bf16" not in kind], ids=kind_id)
 def test_queries_of_a_hundred_thousand_do_not_overflow(kind):
     for q_dtype in q_dtypes(kind)[::-1]:

@@ -224,6 +224,16 @@ class KVCache:
             for scale, kind in zip((self.k_scale, self.v_scale), (self.k_format, self.v_format))
         )
 
+    def __getstate__(self) -> dict[str, object]:
+        # Views would come back as tensors of their own.
+        views = ("words", "bytes", "scale_words")
+        return {name: value for name, value in self.__dict__.items() if name not in views} | {"v_is_k": self.v_is_k}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        self.__dict__.update(state)
+        if self.v_is_k:
+            self.v, self.v_scale = self.k[..., : self.v.shape[3]], self.k_scale
+
     def _scale(self, scale: torch.Tensor | float | None, kind: KVFormat, head_dim: int, name: str) -> torch.Tensor | None:
         shape = kind.scale_shape(self.num_pages, self.page_size, self.num_kv_heads, head_dim)
         if shape is None:

@@ -44,6 +44,10 @@ def check_cache(cache: object, name: str = "cache") -> KVCache:
     """A KVCache."""
     if not isinstance(cache, KVCache):
         raise DTypeError(f"{name}: expected a tkv.KVCache, got {type(cache).__name__}")
+    if checks_on():
+        for side, kind, scale in (("k", cache.k_format, cache.k_scale), ("v", cache.v_format, cache.v_scale)):
+            if kind.is_static and scale is not None and not bool(((scale >= 1e-30) & (scale <= 1e30)).all()):
+                raise RangeError(f"{name}.{side}_scale: expected positive numbers from 1e-30 to 1e30, got {scale.flatten()[:8].tolist()}")
     return cache
 
 

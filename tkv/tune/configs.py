@@ -202,6 +202,9 @@ def _prefill_tile(arch: str, head_dim: int, bits: int, compute_bits: int, scaled
         return [(128, 32 if scaled else 64, 8), (128, 32, 8), (64, 16 if scaled or arch == "gfx90a" else 32, 8)][size]
     if arch.startswith("gfx"):
         return [(64, 32, 8), (64, 16, 8), (32, 16, 8)][size]
+    if quantised and size == 2 and head_dim & (head_dim - 1):
+        # Rows in two runs have twice as many pieces.
+        return 16, 32, 4
     # From sm90 on the matrix unit reads its second operand from shared memory; before, every warp unpacks all of a quantised tile.
     if arch == "sm90":
         return [(128, 64, 8), (128, 32, 8), (32, 32, 8)][size] if quantised else [(128, 128, 8), (128, 128, 8), (128, 32, 8)][size]
@@ -210,7 +213,7 @@ def _prefill_tile(arch: str, head_dim: int, bits: int, compute_bits: int, scaled
             return [(128, 32, 8), (64, 32, 8), (32, 32, 8)][size] if scaled else [(128, 64, 8), (128, 32, 8), (32, 32, 8)][size]
         return [(128, 64, 8), (128, 64, 8), (64, 32, 8)][size]
     if quantised:
-        return [(128, 64, 8), (32, 32 if decoded else 64, 4), (32, 32, 4)][size]
+        return [(128, 64, 8), (32, 32 if decoded or bits == 4 else 64, 4), (32, 32, 4)][size]
     return [(128, 128, 8), (128, 32 if arch in ("sm86", "sm89") else 64, 8), (32, 32, 8)][size]
 
 

@@ -44,15 +44,15 @@ def unit_for(scales, unit, peak):
 
 
 @triton.jit
-def added_by(weights, p, scales, centres, unit):
-    """What the centres of a tile of V add to every dim, [BLOCK_M]: sum p * centre.
+def added_by(weights, p, scales, minima, unit):
+    """What the minima of a tile of V add to every dim, [BLOCK_M]: sum p * minimum.
 
-    V is ``scale * code + centre``, and the two may nearly cancel. So a centre is weighed by the same rounded numbers as the codes, but
+    V is ``scale * code + minimum``, and the two may nearly cancel. So a minimum is weighed by the same rounded numbers as the codes, but
     where it is so large that they cannot: there their scale may be too small a part of the unit, or 0.
     """
-    close = tl.abs(centres) <= 16.0 * scales
-    ratios = tl.where(close, centres / tl.where(scales > 0, scales, 1.0), 0.0) * unit
-    rest = tl.where(close, 0.0, centres)
+    close = tl.abs(minima) <= 16.0 * scales
+    ratios = tl.where(close, minima / tl.where(scales > 0, scales, 1.0), 0.0) * unit
+    rest = tl.where(close, 0.0, minima)
     return tl.sum(weights.to(tl.float32) * ratios[None, :] + p * rest[None, :], axis=1)
 
 
@@ -85,12 +85,11 @@ def load_scales(stored, pages, rows, head, seen):
 
 @triton.jit
 def load_token_scales(stored, pages, rows, head, seen, STORAGE: tl.constexpr):
-    """(scales, what code 0 of `unpack` stands for), [BLOCK_N] float32: where one number a token and head is folded."""
+    """(scales, minima), [BLOCK_N] float32: where they are folded, one a token and head."""
     words = load_scales(stored, pages, rows, head, seen)
     if STORAGE.ASYMMETRIC:
         scales, minima = codec.split_pair(words)
-        scales = scales.to(tl.float32)
-        return scales, minima.to(tl.float32) + 8.0 * scales
+        return scales.to(tl.float32), minima.to(tl.float32)
     else:
         return words, tl.zeros([seen.shape[0]], tl.float32)
 
@@ -226,10 +225,10 @@ def attend_tiles(
         for piece in tl.static_range(K_PIECES):
             x = dot(q[piece], k[piece], x, TARGET)
         if K.SCALE == "token_head" and K.FOLDED:
-            k_scales, centres = load_token_scales(source.k, pages, rows, head, seen, K)
+            k_scales, k_minima = load_token_scales(source.k, pages, rows, head, seen, K)
             x = x * k_scales[None, :]
             if K.ASYMMETRIC:
-                x = x + q_sum[:, None] * centres[None, :]
+                x = x + q_sum[:, None] * k_minima[None, :]
 
         visible = seen[None, :]
         key_positions = (keys + kv_start)[None, :]
@@ -262,11 +261,11 @@ def attend_tiles(
         v, _ = load_pieces(source.v, words, pages, rows, head, seen, num_pages, False, ATTEND.P_DTYPE, V, TARGET)
         if V.SCALE == "token_head" and V.FOLDED:
             # Scales ride on p, in units of about the tile's largest, so that p stays within fp16; a power of two loses no bit.
-            v_scales, centres = load_token_scales(source.v, pages, rows, head, seen, V)
+            v_scales, v_minima = load_token_scales(source.v, pages, rows, head, seen, V)
             new_unit, peak = unit_for(v_scales, unit, peak)
             weights = round_to(p * (v_scales * (1.0 / new_unit))[None, :], ATTEND.P_DTYPE, TARGET)
             if V.ASYMMETRIC:
-                added = added * decay + added_by(weights, p, v_scales, centres, new_unit)
+                added = added * decay + added_by(weights, p, v_scales, v_minima, new_unit)
             decay = decay * (unit * (1.0 / new_unit))
             unit = new_unit
         else:

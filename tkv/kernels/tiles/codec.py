@@ -169,12 +169,11 @@ def unpack_portable(words, STORAGE: tl.constexpr, TARGET: tl.constexpr):
         else:
             return (((words << 8) >> 8).to(tl.float16), (words >> 8).to(tl.float16))
     else:
-        CENTRE: tl.constexpr = 8 if STORAGE.FOLDED else 0
         return (
-            ((words & 15) - CENTRE).to(tl.float16),
-            (((words >> 4) & 15) - CENTRE).to(tl.float16),
-            (((words >> 8) & 15) - CENTRE).to(tl.float16),
-            (((words >> 12) & 15) - CENTRE).to(tl.float16),
+            (words & 15).to(tl.float16),
+            ((words >> 4) & 15).to(tl.float16),
+            ((words >> 8) & 15).to(tl.float16),
+            ((words >> 12) & 15).to(tl.float16),
         )
 
 
@@ -216,18 +215,12 @@ def unpack_packed(words, STORAGE: tl.constexpr, TARGET: tl.constexpr):
             pack=2,
         )
     elif STORAGE.CODE == "int4":
-        # Nibble c under 0x6400 is 1024 + c, and 16 places higher 1024 + 16 c. Less 8 where scales are folded.
-        LOW: tl.constexpr = "0x64086408" if STORAGE.FOLDED else "0x64006400"
-        HIGH: tl.constexpr = "0xd480d480" if STORAGE.FOLDED else "0xd400d400"  # -72 or -64
+        # Nibble c under 0x6400 is 1024 + c, and 4 bits higher 1024 + 16 c.
         return tl.inline_asm_elementwise(
             """{
             .reg .b32 upper, a, b, c, d, low, high, sixteenth;
-            mov.b32 low, """
-            + LOW
-            + """;
-            mov.b32 high, """
-            + HIGH
-            + """;
+            mov.b32 low, 0x64006400;
+            mov.b32 high, 0xd400d400;
             mov.b32 sixteenth, 0x2c002c00;
             shr.u32 upper, $4, 8;
             lop3.b32 a, $4, 0x000f000f, 0x64006400, 0xea;
@@ -284,7 +277,7 @@ def unpack_packed(words, STORAGE: tl.constexpr, TARGET: tl.constexpr):
 
 @triton.jit
 def unpack(words, STORAGE: tl.constexpr, TARGET: tl.constexpr):
-    """The planes of a tile of 16-bit words as codes in fp16: in units of the scale divided by `unit`, int4 less 8 where FOLDED."""
+    """The planes of a tile of 16-bit words as codes in fp16: in units of the scale divided by `unit`."""
     if TARGET.PORTABLE:
         return unpack_portable(words, STORAGE, TARGET)
     else:
