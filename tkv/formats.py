@@ -60,11 +60,16 @@ class KVFormat:
     int4           ``token_head``   ``[P, S, H, 2]``        ``code * scale + minimum``, codes 0 to 15; float16 both
     \              ``group32|64``   ``[P, S, H, D/group,    ``fp16(code * scale + minimum)``; float16 both
     \                               2]``
-    int8, int4     ``page_channel`` ``[P, H, D, 2]``        the same, over the tokens of a page, codes 0 to 255 (stored
-    \                                                       less 128) and 0 to 15: of K, filled by `quantize_pages`
+    int8, int4     ``page_channel`` ``[P, H, D, 2]``        ``fp16(code * scale + minimum)``, over the tokens of a page,
+    \                                                       codes 0 to 255 (stored less 128) and 0 to 15; float16 both;
+    \                                                       of K, filled by `quantize_pages`
     ============== ================ ======================= ==========================================================
 
     An int4 tensor is uint8 ``[P, S, H, D/2]``: nibble j of its little-endian 16-bit word w is dim ``j * D/4 + w``.
+
+    A scale with a minimum is ``(largest - smallest) / largest code`` of the finite numbers, a step of float16 less where the largest code
+    would decode to more than 65504; codes are computed from both as they are stored. Float16 scales take numbers up to 65504, and lose
+    precision where the largest magnitude of a group (int8) is below 1e-2, or a range (int4) below 1e-3. Inf is stored as the largest code.
 
     Args:
         dtype: ``"fp32"``, ``"fp16"``, ``"bf16"``, ``"fp8_e4m3"``, ``"fp8_e5m2"``, ``"int8"`` or ``"int4"``.

@@ -102,7 +102,8 @@ def load_query(
 ):  # fmt: skip
     """(pieces of q in the dots' dtype, their sum over dims, what takes their raw scores to log2 units), [BLOCK_M].
 
-    For a quantised cache q is computed with in fp16: each row is brought to [2^14, 2^15) by a power of two, which loses nothing.
+    For a quantised cache q is computed with in fp16: each row is brought to [2^14, 2^15) by a power of two, which loses
+    nothing of numbers down to 2^-28 of the largest.
     """
     K_PIECES: tl.constexpr = K.RUNS * K.PLANES
     factor = (tl.zeros([in_rows.shape[0]], tl.float32) + scale).to(tl.float32) * (LOG2_E * codec.unit(K, TARGET))
