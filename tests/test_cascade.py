@@ -47,7 +47,7 @@ def test_any_tree_agrees_with_the_reference(kind):
             problem.check()
         else:
             dtype = torch.float32 if where == "float32" else problem.q.dtype
-            buffer = poison_(torch.empty(*problem.q.shape[:-1], problem.q.shape[-1] + 8, dtype=dtype, device=problem.q.device))
+            buffer = poison_(torch.empty(*problem.q.shape[:-1], problem.cache.v_head_dim + 8, dtype=dtype, device=problem.q.device))
             untouched = bits(buffer[..., -8:])
             out, _ = problem.check(out=buffer[..., :-8])
             assert out.data_ptr() == buffer.data_ptr()

@@ -37,7 +37,7 @@ def test_any_problem_agrees_with_the_reference(kind):
                 problem.check()
             else:
                 dtype = torch.float32 if where == "float32" else problem.q.dtype
-                buffer = poison_(torch.empty(*problem.q.shape[:-1], problem.q.shape[-1] + 8, dtype=dtype, device=problem.q.device))
+                buffer = poison_(torch.empty(*problem.q.shape[:-1], problem.cache.v_head_dim + 8, dtype=dtype, device=problem.q.device))
                 untouched = bits(buffer[..., -8:])
                 problem.check(out=buffer[..., :-8])
                 assert torch.equal(bits(buffer[..., -8:]), untouched)

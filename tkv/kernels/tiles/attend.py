@@ -125,23 +125,16 @@ def load_piece_scales(stored, pages, rows, head, seen, num_pages, PIECE: tl.cons
 
 
 @triton.jit
-def numbers_of(
-    codes, stored, pages, rows, head, seen, num_pages,
-    PIECE: tl.constexpr, TRANSPOSED: tl.constexpr, DTYPE: tl.constexpr, STORAGE: tl.constexpr, TARGET: tl.constexpr,
-):  # fmt: skip
-    """A piece of codes as numbers, which scales that are not folded have gone into."""
-    if STORAGE.FOLDED:
-        return codes.to(DTYPE)
+def numbers_of(codes, scale_words, DTYPE: tl.constexpr, STORAGE: tl.constexpr, TARGET: tl.constexpr):
+    """A piece of codes as numbers, where scales are not folded."""
+    if STORAGE.ASYMMETRIC:
+        scales, minima = codec.split_pair(scale_words)
     else:
-        words = load_piece_scales(stored, pages, rows, head, seen, num_pages, PIECE, TRANSPOSED, STORAGE)
-        if STORAGE.ASYMMETRIC:
-            scales, minima = codec.split_pair(words)
-        else:
-            scales, minima = words, words
-        if STORAGE.SCALE == "token_head":
-            return codes.to(tl.float32) * scales.to(tl.float32) + minima.to(tl.float32)
-        else:
-            return codec.decoded(codes, scales, minima, STORAGE, TARGET).to(DTYPE)
+        scales, minima = scale_words, scale_words
+    if STORAGE.SCALE == "token_head":
+        return codes.to(tl.float32) * scales.to(tl.float32) + minima.to(tl.float32)
+    else:
+        return codec.decoded(codes, scales, minima, STORAGE, TARGET).to(DTYPE)
 
 
 @triton.jit
@@ -175,10 +168,15 @@ def load_pieces(
                 words = tile
             codes = codec.unpack(tile, STORAGE, TARGET)
             for plane in tl.static_range(PLANES):
-                piece = numbers_of(
-                    codes[plane], stored, pages, rows, head, seen, num_pages,
-                    run * STORAGE.PLANES + plane, TRANSPOSED, DTYPE, STORAGE, TARGET,
-                )  # fmt: skip
+                if STORAGE.FOLDED:
+                    piece = codes[plane].to(DTYPE)
+                else:
+                    # Both dims of an 8-bit word are in one group.
+                    if plane == 0 or PLANES == 4 or STORAGE.SCALE != "group":
+                        scale_words = load_piece_scales(
+                            stored, pages, rows, head, seen, num_pages, run * PLANES + plane, TRANSPOSED, STORAGE
+                        )
+                    piece = numbers_of(codes[plane], scale_words, DTYPE, STORAGE, TARGET)
                 pieces = pieces + (piece,)
     return pieces, words
 
