@@ -89,7 +89,8 @@ PLANTS = {
         "oob_read", "page_table_ptr", decode,
     ),
     "numbers behind a key are loaded": (
-        "tiles/attend.py", "words < STORAGE.DIM // STORAGE.PLANES", "words < STORAGE.WIDTH", "oob_read", "cache", decode,
+        "tiles/attend.py", "offsets[None, :]), mask=in_row[:, None] & seen[None, :]", "offsets[None, :]), mask=seen[None, :]",
+        "oob_read", "cache", decode,
     ),
     "the rows of a sequence that is none are looked up": (
         "tiles/rows.py", "cu_seqlens_ptr + seq + 1, mask=seq < num_seqs, other=rest_end", "cu_seqlens_ptr + seq + 1",
@@ -105,7 +106,7 @@ PLANTS = {
         "copy.py", " or src_page >= src_num_pages", "", "oob_read", "src", lambda: copy(2, 2),
     ),
     "numbers behind a result are stored": (
-        "tiles/rows.py", "(dims < V.DIM)[None, :]", "(dims < V.WIDTH)[None, :]", "oob_write", "results", decode,
+        "tiles/rows.py", "out, mask=in_rows[:, None] & in_row[None, :])", "out, mask=in_rows[:, None])", "oob_write", "results", decode,
     ),
     "a slot beyond the cache is written": (
         "write.py", " & (slots < num_slots)", "", "oob_write", "cache", lambda: write(32),
