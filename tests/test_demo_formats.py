@@ -13,7 +13,8 @@ transformers = pytest.importorskip("transformers", reason="the demo's packages a
 import tkv  # noqa: E402
 from tkv.demo import DemoError, decode, formats, model  # noqa: E402
 from tkv.demo.formats import KIVI, Checked, Measured, goals_of  # noqa: E402
-from tkv.demo.formats_plot import Point, best, check_plot, draw_plot, spread  # noqa: E402
+from tkv.demo.formats_plot import Point, best, draw_plot, spread  # noqa: E402
+from tkv.demo.page_map import check_png  # noqa: E402
 from tkv.demo.through_cache import CachedModel, Scheme, attend, by_folded_pages, few_programs, old_keys  # noqa: E402
 from tkv.formats import supported_formats  # noqa: E402
 
@@ -242,8 +243,8 @@ def test_paths_of_plots_are_refused_before_the_work(small_scenario, monkeypatch)
         with pytest.raises(DemoError, match="name another file with --out"):
             formats.run("fp32", out=path)
     with pytest.raises(DemoError, match=r"ends in \.png"):
-        check_plot(small_scenario / "plot.svg")
-    check_plot(small_scenario / "new.png")
+        check_png(small_scenario / "plot.svg", "plot")
+    check_png(small_scenario / "new.png", "plot")
     assert not (small_scenario / "new.png").exists()
 
 

@@ -103,7 +103,7 @@ PLANTS = {
         "merge.py", "mask=indices < num_parts", "mask=indices >= 0", "oob_read", "parts", merge,
     ),
     "a page beyond a cache is copied": (
-        "copy.py", " or src_page >= src_num_pages", "", "oob_read", "src", lambda: copy(2, 2),
+        "tiles/paging.py", " & (src_page < src_num_pages)", "", "oob_read", "src", lambda: copy(2, 2),
     ),
     "numbers behind a result are stored": (
         "tiles/rows.py", "out, mask=in_rows[:, None] & in_row[None, :])", "out, mask=in_rows[:, None])", "oob_write", "results", decode,
@@ -115,7 +115,7 @@ PLANTS = {
         "write.py", "(slots >= 0)", "(slots != -1)", "oob_write", "cache", lambda: write(-7),
     ),
     "a page beyond a cache is copied to": (
-        "copy.py", " or dst_page >= dst_num_pages", "", "oob_write", "dst", lambda: copy(1, 3),
+        "tiles/paging.py", " & (dst_page < dst_num_pages)", "", "oob_write", "dst", lambda: copy(1, 3),
     ),
     "two heads store the same rows": (
         "tiles/rows.py", "head * group + rows % group", "head * 0 + rows % group", "write-write", "results", decode,

@@ -140,7 +140,8 @@ class Calibrator:
                     f"got {x.shape[-2]} of {x.shape[-1]}"
                 )
             tokens[i] = x
-        assert leading is not None
+        if leading is None:
+            return
         if mask is not None:
             mask = _checked_mask(mask, leading[:-1])
         if not leading.numel():

@@ -12,6 +12,7 @@ from functools import lru_cache
 
 import torch
 
+from tkv.errors import UnsupportedError
 from tkv.formats import KVFormat
 
 BINS_PER_OCTAVE = 256
@@ -80,26 +81,26 @@ class Magnitudes:
         """The scale by a method, in the format's shape; 1.0 where nothing but zeros was seen."""
         if method == "absmax":
             clip = self.absmax.double()
+        elif self.counts is None:
+            raise UnsupportedError(f"method: {method!r} needs the counts of magnitudes, which were not kept")
         else:
-            clip = self._percentile(percentile) if method == "percentile" else self._least_error()
+            clip = self._percentile(self.counts, percentile) if method == "percentile" else self._least_error(self.counts)
         scale = (clip / largest_code(self.kind)).clamp(MIN_SCALE, MAX_SCALE).float()
         return scale.where(self.absmax > 0, 1.0).reshape(self.shape)
 
-    def _percentile(self, percentile: float) -> torch.Tensor:
+    def _percentile(self, counts: torch.Tensor, percentile: float) -> torch.Tensor:
         """The centre of the bin that holds the magnitude which that share of magnitudes does not pass."""
-        assert self.counts is not None
-        total = self.counts.sum(1, dtype=torch.int64)
+        total = counts.sum(1, dtype=torch.int64)
         rank = (total.double() * percentile / 100).ceil().clamp(min=1)
-        cumulative = self.counts.cumsum(1, dtype=torch.int64)
+        cumulative = counts.cumsum(1, dtype=torch.int64)
         bins = (cumulative < rank[:, None]).sum(1)
         keys = (_window_top(self.absmax) - NUM_BINS - 1 + bins).clamp(min=0)
         centre = (keys.int() << _MANTISSA_SHIFT).view(torch.float32)
         return torch.minimum(centre, self.absmax).where(rank < total, self.absmax).double()
 
-    def _least_error(self) -> torch.Tensor:
+    def _least_error(self, counts: torch.Tensor) -> torch.Tensor:
         """The clipping magnitude with the least sum of squared errors; the largest magnitude if no smaller one is better."""
-        assert self.counts is not None
-        counts = self.counts.float()
+        counts = counts.float()
         clips, errors = _error_table(self.kind)
         errors = errors.to(counts.device)
         # 2^(top / 256 - 127) as a float64, which has room for the power of two above the largest float32.

@@ -20,8 +20,9 @@ from tabulate import tabulate
 from tkv.calibration import calibrate
 from tkv.demo import PICTURES, DemoError
 from tkv.demo.decode import DTYPES, device
-from tkv.demo.formats_plot import HOW_TO_PLOT, Point, check_plot, draw_plot
+from tkv.demo.formats_plot import HOW_TO_PLOT, Point, draw_plot
 from tkv.demo.model import Tokenizer, describe, find_gguf, load_model, load_tokenizer
+from tkv.demo.page_map import check_png
 from tkv.demo.text import passages
 from tkv.demo.through_cache import PAGE_SIZE, CachedModel, Scales, Scheme
 from tkv.demo.workers import Progress, cores, run_tasks
@@ -130,7 +131,7 @@ def run(dtype: str = "fp32", workers: int | None = None, out: Path | None = None
     path = Path(PICTURES["formats"]) if out is None else out
     can_draw = importlib.util.find_spec("matplotlib") is not None
     if can_draw:
-        check_plot(path)
+        check_png(path, "plot")
     progress = Progress("demo", started)
     gguf, name = find_gguf()
     if gguf is None:

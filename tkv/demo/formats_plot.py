@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +9,6 @@ from typing import Any
 
 from tkv.demo import DemoError
 
-SUFFIX = ".png"
 HOW_TO_PLOT = "for a plot of this table install matplotlib, `pip install 'tkv[demo]'`"
 # Of stored numbers: colour and marker, either of which tells them apart.
 STYLES = {
@@ -53,18 +51,6 @@ class Point:
     def kind(self) -> str:
         """A key of `STYLES`."""
         return self.dtype if self.dtype in STYLES else "native"
-
-
-def check_plot(path: Path) -> None:
-    """Refuse a path that a plot cannot be written to, before any work is done.
-
-    Raises:
-        DemoError: it cannot.
-    """
-    if path.suffix.lower() != SUFFIX:
-        raise DemoError(f"the plot is a PNG: expected a file name that ends in {SUFFIX}, got {path}")
-    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise DemoError(f"the plot cannot be written to {path}; name another file with --out")
 
 
 def best(points: Sequence[Point]) -> list[Point]:

@@ -101,21 +101,25 @@ def text_lines(page_map: PageMap, width: int = WIDTH) -> list[str]:
     return lines
 
 
-def check_png(path: Path) -> None:
+def check_png(path: Path, what: str = "page map") -> None:
     """Refuse a path that a picture cannot be written to, before any work is done.
+
+    Args:
+        path: the file.
+        what: the picture's name, for messages.
 
     Raises:
         DemoError: it cannot.
     """
     if path.suffix.lower() != SUFFIX:
-        raise DemoError(f"the page map is a PNG: expected a file name that ends in {SUFFIX}, got {path}")
+        raise DemoError(f"the {what} is a PNG: expected a file name that ends in {SUFFIX}, got {path}")
     is_new = not path.exists()
     try:
         path.open("ab").close()
         if is_new:
             path.unlink()
     except OSError as error:
-        raise _unwritable(path, error) from error
+        raise _unwritable(path, error, what) from error
 
 
 def draw_png(page_map: PageMap, path: Path) -> None:
@@ -154,8 +158,8 @@ def draw_png(page_map: PageMap, path: Path) -> None:
         raise _unwritable(path, error) from error
 
 
-def _unwritable(path: Path, error: OSError) -> DemoError:
-    return DemoError(f"the page map cannot be written to {path}: {error.strerror or error}; name another file with --out")
+def _unwritable(path: Path, error: OSError, what: str = "page map") -> DemoError:
+    return DemoError(f"the {what} cannot be written to {path}: {error.strerror or error}; name another file with --out")
 
 
 def _ranges(pages: Iterable[int]) -> str:

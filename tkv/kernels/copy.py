@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from tkv.kernels.tiles.paging import offsets_of
+from tkv.kernels.tiles.paging import load_pair, offsets_of
 
 
 @triton.jit
@@ -36,10 +36,10 @@ def copy_kernel(
     K_SCALES: tl.constexpr, V_SCALES: tl.constexpr, BLOCK_S: tl.constexpr, BY_PAGE: tl.constexpr, WITH_V: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_R rows of K and V of one pair of pages. A pair with a page outside of its cache is skipped."""
-    pair = tl.program_id(0).to(tl.int64)
-    src_page = tl.load(src_pages_ptr + pair * src_pages_stride).to(tl.int64)
-    dst_page = tl.load(dst_pages_ptr + pair * dst_pages_stride).to(tl.int64)
-    if src_page < 0 or src_page >= src_num_pages or dst_page < 0 or dst_page >= dst_num_pages:
+    src_page, dst_page, exists = load_pair(
+        src_pages_ptr, dst_pages_ptr, src_pages_stride, dst_pages_stride, src_num_pages, dst_num_pages
+    )
+    if not exists:
         return
     rows = tl.program_id(1).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     tokens = rows // num_kv_heads

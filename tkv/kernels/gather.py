@@ -41,10 +41,9 @@ def gather_kernel(
         index = tokens % longest
     else:
         seqs = sequences_of(tl.where(mask, tokens, 0), cu_lens_ptr, num_seqs, steps)
-        index = tokens - tl.load(cu_lens_ptr + seqs).to(tl.int64)
-        mask_of_seqs = seqs < num_seqs
+        # Behind the last sequence stands what no sequence has.
+        index = tl.where(seqs < num_seqs, tokens - tl.load(cu_lens_ptr + seqs).to(tl.int64), 1073741824)
         seqs = tl.minimum(seqs, num_seqs - 1)
-        index = tl.where(mask_of_seqs, index, 1073741824)
     keys, num_kept, kv_start = kept_keys(index, seqs, lens_ptr, kv_start_ptr, table_width * PAGE_SIZE, window, sinks, ALL)
     kept = mask & (index < num_kept)
     pages = tl.load(page_table_ptr + seqs * table_stride + keys // PAGE_SIZE, mask=kept, other=-1).to(tl.int64)

@@ -4,17 +4,8 @@ import triton
 import triton.language as tl
 
 from tkv.kernels.tiles import codec
-from tkv.kernels.tiles.paging import offsets_of
+from tkv.kernels.tiles.paging import load_pair, offsets_of
 from tkv.kernels.tiles.store import encode_piece, least_finite, pair_of_range, store_scales, write_rows
-
-
-@triton.jit
-def load_pair(src_pages_ptr, dst_pages_ptr, src_pages_stride, dst_pages_stride, src_num_pages, dst_num_pages):
-    """(source page, destination page, whether both exist) of a program's pair."""
-    pair = tl.program_id(0).to(tl.int64)
-    src_page = tl.load(src_pages_ptr + pair * src_pages_stride).to(tl.int64)
-    dst_page = tl.load(dst_pages_ptr + pair * dst_pages_stride).to(tl.int64)
-    return src_page, dst_page, (src_page >= 0) & (src_page < src_num_pages) & (dst_page >= 0) & (dst_page < dst_num_pages)
 
 
 @triton.jit(do_not_specialize=["src_num_pages", "dst_num_pages"])
@@ -76,17 +67,20 @@ def quantize_channels_kernel(
         lows = new_lows
         negated_highs = new_highs
     scale_ptr = dst.scale_ptr + (dst_page * dst.scale_strides.page + head * dst.scale_strides.head)
+    scales = ()
+    minima = ()
     for plane in tl.static_range(PLANES):
-        scales, minima = pair_of_range(lows[plane], negated_highs[plane], K)
-        store_scales(scale_ptr + (plane * (K.DIM // K.PLANES) + words), scales, minima, in_row, K)
+        scale, minimum = pair_of_range(lows[plane], negated_highs[plane], K)
+        store_scales(scale_ptr + (plane * (K.DIM // K.PLANES) + words), scale, minimum, in_row, K)
+        scales = scales + (scale,)
+        minima = minima + (minimum,)
     dst_ptr = dst.ptr + (dst_page * dst.strides.page + head * dst.strides.head)
     for block in range(PAGE_SIZE // BLOCK_T):
         tokens = block * BLOCK_T + tl.arange(0, BLOCK_T)
         codes = ()
         for plane in tl.static_range(PLANES):
             x, in_tile = load_channels(src_ptr, tokens, words, in_row, src.strides, plane, K)
-            scales, minima = pair_of_range(lows[plane], negated_highs[plane], K)
-            codes = codes + (encode_piece(x, scales[None, :], minima[None, :], K),)
+            codes = codes + (encode_piece(x, scales[plane][None, :], minima[plane][None, :], K),)
         offsets = (tokens.to(tl.int64) * dst.strides.token)[:, None] + words[None, :]
         tl.store(dst_ptr + offsets, codec.pack(codes, K), mask=(tokens < PAGE_SIZE)[:, None] & in_row[None, :])
 

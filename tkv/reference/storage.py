@@ -185,8 +185,7 @@ def _store(k: torch.Tensor, v: torch.Tensor, cache: KVCache, where: int | tuple[
     parts = [(k, cache.k, cache.k_scale, cache.k_format), (v, cache.v, cache.v_scale, cache.v_format)]
     for x, data, scale, kind in parts[: 1 if cache.v_is_k else 2]:
         x = x.float()
-        if kind.is_dynamic:
-            assert scale is not None
+        if kind.is_dynamic and scale is not None:
             scale[where] = scales_of(x, kind)
             scale = scale[where]
         data[where] = encode(x, kind, scale)

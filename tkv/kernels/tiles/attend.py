@@ -77,16 +77,10 @@ def load_words(stored, offsets, head, seen, RUN: tl.constexpr, TRANSPOSED: tl.co
 
 
 @triton.jit
-def load_scales(stored, pages, rows, head, seen):
-    """Scales of a tile of keys, [BLOCK_N]; 0 for keys that are not seen."""
-    base = stored.scale_ptr + head * stored.scale_strides.head
-    return tl.load(base + offsets_of(pages, rows, stored.scale_strides), mask=seen, other=0)
-
-
-@triton.jit
 def load_token_scales(stored, pages, rows, head, seen, STORAGE: tl.constexpr):
-    """(scales, minima), [BLOCK_N] float32: where they are folded, one a token and head."""
-    words = load_scales(stored, pages, rows, head, seen)
+    """(scales, minima), [BLOCK_N] float32: where they are folded, one a token and head; 0 for keys that are not seen."""
+    base = stored.scale_ptr + head * stored.scale_strides.head
+    words = tl.load(base + offsets_of(pages, rows, stored.scale_strides), mask=seen, other=0)
     if STORAGE.ASYMMETRIC:
         scales, minima = codec.split_pair(words)
         return scales.to(tl.float32), minima.to(tl.float32)

@@ -32,3 +32,12 @@ def locate(first_key, seen, where, num_pages, PAGE_SIZE: tl.constexpr, BLOCK_N: 
 def offsets_of(pages, rows, strides):
     """Offsets of tokens in a paged tensor, [BLOCK_N] int64, without the head."""
     return pages * strides.page + rows * strides.token
+
+
+@triton.jit
+def load_pair(src_pages_ptr, dst_pages_ptr, src_pages_stride, dst_pages_stride, src_num_pages, dst_num_pages):
+    """(source page, destination page, whether both exist) of a program's pair."""
+    pair = tl.program_id(0).to(tl.int64)
+    src_page = tl.load(src_pages_ptr + pair * src_pages_stride).to(tl.int64)
+    dst_page = tl.load(dst_pages_ptr + pair * dst_pages_stride).to(tl.int64)
+    return src_page, dst_page, (src_page >= 0) & (src_page < src_num_pages) & (dst_page >= 0) & (dst_page < dst_num_pages)

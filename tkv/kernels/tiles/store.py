@@ -40,30 +40,34 @@ def symmetric_scale(largest, STORAGE: tl.constexpr):
 
 
 @triton.jit
-def load_row_piece(x_rows, mask, PIECE: tl.constexpr, STORAGE: tl.constexpr):
-    """(a piece of new rows in float32 [BLOCK_R, words], which of it exists)."""
-    dims, in_row = piece_dims(PIECE, STORAGE)
-    exists = mask[:, None] & in_row[None, :]
-    return tl.load(x_rows[:, None] + dims[None, :], mask=exists, other=0.0).to(tl.float32), exists
+def load_row_pieces(x_rows, mask, STORAGE: tl.constexpr):
+    """New rows in float32, pieces [BLOCK_R, words]."""
+    PIECES: tl.constexpr = STORAGE.RUNS * STORAGE.PLANES
+    pieces = ()
+    for piece in tl.static_range(PIECES):
+        dims, in_row = piece_dims(piece, STORAGE)
+        x = tl.load(x_rows[:, None] + dims[None, :], mask=mask[:, None] & in_row[None, :], other=0.0)
+        pieces = pieces + (x.to(tl.float32),)
+    return pieces
 
 
 @triton.jit
-def row_scales(x_rows, mask, STORAGE: tl.constexpr):
+def row_scales(pieces, mask, STORAGE: tl.constexpr):
     """Dynamic scales (scale, minimum) of rows, one a row: [BLOCK_R]."""
     PIECES: tl.constexpr = STORAGE.RUNS * STORAGE.PLANES
     if STORAGE.ASYMMETRIC:
         low = tl.full([mask.shape[0]], float("inf"), tl.float32)
         negated_high = low
         for piece in tl.static_range(PIECES):
-            x, exists = load_row_piece(x_rows, mask, piece, STORAGE)
-            low = tl.minimum(low, least_finite(x, exists, 1))
-            negated_high = tl.minimum(negated_high, least_finite(-x, exists, 1))
+            _, in_row = piece_dims(piece, STORAGE)
+            exists = mask[:, None] & in_row[None, :]
+            low = tl.minimum(low, least_finite(pieces[piece], exists, 1))
+            negated_high = tl.minimum(negated_high, least_finite(-pieces[piece], exists, 1))
         return pair_of_range(low, negated_high, STORAGE)
     else:
         largest = tl.zeros([mask.shape[0]], tl.float32)
         for piece in tl.static_range(PIECES):
-            x, _ = load_row_piece(x_rows, mask, piece, STORAGE)
-            largest = tl.maximum(largest, largest_finite(x, 1))
+            largest = tl.maximum(largest, largest_finite(pieces[piece], 1))
         scales = symmetric_scale(largest, STORAGE)
         return scales, scales
 
@@ -128,8 +132,9 @@ def write_rows(x_rows, stored, heads, pages, page_rows, mask, STORAGE: tl.conste
     scale_rows = stored.scale_ptr
     if STORAGE.SCALE == "token_head" or STORAGE.SCALE == "group":
         scale_rows = stored.scale_ptr + (offsets_of(pages, page_rows, stored.scale_strides) + heads * stored.scale_strides.head)
+    pieces = load_row_pieces(x_rows, mask, STORAGE)
     if STORAGE.SCALE == "token_head":
-        scales, minima = row_scales(x_rows, mask, STORAGE)
+        scales, minima = row_scales(pieces, mask, STORAGE)
         store_scales(scale_rows, scales, minima, mask, STORAGE)
     elif STORAGE.SCALE == "group":
         scales, minima = store_group_scales(x_rows, scale_rows, mask, STORAGE)
@@ -139,7 +144,7 @@ def write_rows(x_rows, stored, heads, pages, page_rows, mask, STORAGE: tl.conste
         codes = ()
         for plane in tl.static_range(PLANES):
             dims, in_dims = piece_dims(run * STORAGE.PLANES + plane, STORAGE)
-            x, _ = load_row_piece(x_rows, mask, run * STORAGE.PLANES + plane, STORAGE)
+            x = pieces[run * PLANES + plane]
             if STORAGE.SCALE == "none":
                 code = round_to(x, stored.ptr.dtype.element_ty, TARGET)
             elif STORAGE.SCALE == "token_head":
