@@ -116,8 +116,9 @@ def runs_of(words: int) -> tuple[int, int]:
     return (whole // 2, rest) if whole // 2 + rest < whole else (whole, 0)
 
 
-def storage_of(kind: KVFormat, dim: int, planes: int, words: torch.Tensor, compute: torch.dtype | None = None) -> Storage:
-    """How numbers lie in a tensor of words, `planes` to each; `compute` is the dtype of the dots, for attention."""
+@lru_cache(maxsize=1024)
+def storage_of(kind: KVFormat, dim: int, planes: int, strides: tuple[int, ...], compute: torch.dtype | None = None) -> Storage:
+    """How numbers lie in a tensor of words of these strides, `planes` to each; `compute` is the dtype of the dots, for attention."""
     width, rest = runs_of(dim // planes)
     # Float32 products of int4 are exact only in decoded numbers: its minimum may nearly cancel a code.
     folded = not kind.is_rounded and not (kind.dtype == "int4" and compute == torch.float32)
@@ -132,7 +133,7 @@ def storage_of(kind: KVFormat, dim: int, planes: int, words: torch.Tensor, compu
         RUNS=2 if rest else 1,
         WIDTH=width,
         REST=rest,
-        ALIGN=math.gcd(16, *words.stride()[:3]),
+        ALIGN=math.gcd(16, *strides[:3]),
     )
 
 
@@ -140,8 +141,8 @@ def storages(cache: KVCache, k_dtype: torch.dtype, v_dtype: torch.dtype) -> tupl
     """K and V as attention reads them, with dots of these dtypes."""
     k, v = cache.words
     return (
-        storage_of(cache.k_format, cache.head_dim, planes_of(cache.k_format), k, k_dtype),
-        storage_of(cache.v_format, cache.v_head_dim, planes_of(cache.v_format), v, v_dtype),
+        storage_of(cache.k_format, cache.head_dim, planes_of(cache.k_format), k.stride(), k_dtype),
+        storage_of(cache.v_format, cache.v_head_dim, planes_of(cache.v_format), v.stride(), v_dtype),
     )
 
 
@@ -152,7 +153,7 @@ def row_storages(cache: KVCache) -> tuple[Storage, Storage]:
     of_rows = []
     for kind, dim, data in sides:
         planes = 4 if kind.dtype == "int4" else 1
-        of_rows.append(storage_of(kind, dim, planes, data)._replace(RUNS=1, WIDTH=padded(dim // planes), REST=0))
+        of_rows.append(storage_of(kind, dim, planes, data.stride())._replace(RUNS=1, WIDTH=padded(dim // planes), REST=0))
     return of_rows[0], of_rows[1]
 
 
