@@ -14,6 +14,7 @@ from tkv.ops.prefill import prefix_prefill
 from tkv.ops.quantize import quantize_pages
 from tkv.ops.write import write_kv
 from tkv.pages import CacheManager, PagePool
+from tkv.rope import Rope
 
 __version__ = "0.1.0"
 
@@ -23,6 +24,7 @@ __all__ = [
     "KVCache",
     "KVFormat",
     "PagePool",
+    "Rope",
     "SharedLevel",
     "calibrate",
     "copy_pages",

@@ -150,3 +150,20 @@ class NewStrides(NamedTuple):
 
     token: int
     head: int
+
+
+class RopeTables(NamedTuple):
+    """The tables of a :class:`tkv.Rope`, or None; strides of their rows."""
+
+    cos_ptr: Any
+    sin_ptr: Any
+    cos_stride: int
+    sin_stride: int
+    num_rows: int
+
+
+class Rotary(NamedTuple):
+    """How vectors are rotated. DIM: so many of their first dims, 0 for none; INTERLEAVED: pairs are neighbours."""
+
+    DIM: int
+    INTERLEAVED: bool

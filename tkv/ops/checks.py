@@ -9,6 +9,7 @@ import torch
 
 from tkv.cache import KVCache
 from tkv.errors import DeviceError, DTypeError, RangeError, ShapeError, UnsupportedError
+from tkv.rope import Rope
 
 INTEGERS = (torch.int32, torch.int64)
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -55,6 +56,17 @@ def check_writable(cache: KVCache, name: str = "cache") -> None:
     """K and V have memory of their own, or are one."""
     if cache.shares_memory and not cache.v_is_k:
         raise UnsupportedError(f"{name}: v is a view of k with scales of its own, and only one of the two can be stored; share the scales")
+
+
+def check_rope(rope: object, cache: KVCache) -> Rope:
+    """The tables of a rotation that the cache's keys can take."""
+    if not isinstance(rope, Rope):
+        raise DTypeError(f"rope: expected a tkv.Rope, got {type(rope).__name__}")
+    if rope.rotary_dim > cache.head_dim:
+        raise ShapeError(f"rope: expected tables for at most head_dim ({cache.head_dim}) dims, got rotary_dim {rope.rotary_dim}")
+    if rope.cos.device != cache.device:
+        raise DeviceError(f"rope: expected tables on {cache.device}, the cache's device, got {rope.cos.device}")
+    return rope
 
 
 def check_int(name: str, value: object, low: int) -> int:

@@ -14,7 +14,8 @@ import torch
 from tkv.cache import KVCache
 from tkv.errors import DeviceError
 from tkv.formats import KVFormat
-from tkv.kernels.args import PagedKV, Storage, Stored, Target, TokenStrides
+from tkv.kernels.args import PagedKV, RopeTables, Rotary, Storage, Stored, Target, TokenStrides
+from tkv.rope import Rope
 
 # The architecture whose default configs the interpreter runs, so that what is tested is what a GPU gets.
 INTERPRETED_ARCH = "sm90"
@@ -182,3 +183,11 @@ def paged_words(cache: KVCache) -> PagedKV:
 def paged_bytes(cache: KVCache) -> PagedKV:
     """The cache as rows are written and gathered."""
     return PagedKV(*map(stored, cache.bytes, cache.scale_words, (cache.k_format, cache.v_format)))
+
+
+def rope_args(rope: Rope | None) -> tuple[RopeTables, Rotary]:
+    """The tables of a rotation as kernels take them, and what they are compiled for."""
+    if rope is None:
+        return RopeTables(None, None, 0, 0, 0), Rotary(DIM=0, INTERLEAVED=False)
+    tables = RopeTables(rope.cos, rope.sin, rope.cos.stride(0), rope.sin.stride(0), rope.num_rows)
+    return tables, Rotary(DIM=rope.rotary_dim, INTERLEAVED=rope.interleaved)

@@ -4,6 +4,7 @@ Every function takes the arguments of the op of the same name. Cached numbers ar
 """
 
 from tkv.reference.attention import attention, look, merge_states, paged_decode, prefix_prefill, visible
+from tkv.reference.rope import rotate
 from tkv.reference.storage import LARGEST, dequantize, encode, gather, gather_window, quantize_pages, scales_of, write_kv
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "paged_decode",
     "prefix_prefill",
     "quantize_pages",
+    "rotate",
     "scales_of",
     "visible",
     "write_kv",
