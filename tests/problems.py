@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import tkv
 from tkv import reference
+from tkv.kernels.args import Attend
 from tkv.tune.configs import AttentionConfig
 
 SENTINELS = (2**31 - 1, -7)
@@ -32,10 +33,11 @@ def effort(examples):
 
 
 def allowance(problem):
-    """What the bounds allow for where probabilities are float16, or q is rounded with its scales."""
+    """What the bounds allow for where probabilities are float16, or q is rounded with its scales or once it is rotated."""
     cache, is_wide = problem.cache, problem.q.dtype == torch.float32
     half = not is_wide and (problem.q.dtype == torch.float16 or not cache.v_format.is_native or cache.v_format.dtype == "fp16")
-    return {"v_size": problem.v_size if half else 0.0, "q_is_rounded": not is_wide and cache.k_format.scale == "channel"}
+    is_rounded = not is_wide and (cache.k_format.scale == "channel" or "rope" in problem.options)
+    return {"v_size": problem.v_size if half else 0.0, "q_is_rounded": is_rounded}
 
 
 @dataclass
@@ -82,6 +84,13 @@ class Problem:
         printer.text(repr(self))
 
 
+def placed(num_keys, start, pinned):
+    """Positions of logical keys."""
+    positions = torch.arange(num_keys)
+    positions[pinned:] += start
+    return positions
+
+
 def build(
     kind="fp32", lens=(5,), page_size=16, kv_heads=1, group=1, dim=64, q_dtype=None, q_len=None, layout="nhd", seed=0, *,
     v_dim=None, q_scale=1.0, k_amplitude=1.0, v_amplitude=1.0, v_mix=0.0, spike=0.0, k_scale=None, v_scale=None,
@@ -113,7 +122,7 @@ def build(
         first = q_start[seq] if q_start else n + start - rows
         positions = torch.arange(n)
         seen = reference.visible(
-            first + torch.arange(rows), start + positions, options.get("window"), options.get("sinks", 0)
+            first + torch.arange(rows), placed(n, start, options.get("pinned", 0)), options.get("window"), options.get("sinks", 0)
         ).any(0)
         pages = torch.tensor([order.pop() for _ in range(page_counts[seq])], dtype=index_dtype)
         followed = torch.zeros(len(pages), dtype=torch.bool)
@@ -196,6 +205,8 @@ def problems(draw, kind=None, **fixed):
     lens = draw(st.lists(one_len, min_size=num_seqs, max_size=num_seqs))
 
     options = draw(attention_options(lens, rows, kv_heads * group))
+    if "kv_start" in options and draw(st.booleans()):
+        options["pinned"] = page_size * draw(st.integers(0, 3))
     if draw(st.booleans()) and kind == "fp8_e4m3/tensor":
         options |= {"k_scale": draw(st.sampled_from([0.05, 1.0, 3.0])), "v_scale": draw(st.sampled_from([0.125, 2.0, 77.0]))}
     return build(
@@ -245,3 +256,11 @@ def attention_options(draw, lens, rows, num_q_heads):
     if draw(st.integers(0, 3)) == 0:
         options["scale"] = draw(st.sampled_from([0.0, 0.02, 0.5]))
     return options
+
+
+def looking_at(block_n, has_window, has_pinned=False):
+    """The constants of a loop over keys that decide what it visits."""
+    return Attend(
+        PAGE_SIZE=16, BLOCK_N=block_n, DTYPE=None, P_DTYPE=None, V_IS_K=False, LIFT=0, HAS_WINDOW=has_window, HAS_SOFTCAP=False,
+        HAS_ALIBI=False, HAS_TREE=False, HAS_PINNED=has_pinned, PARTS=1, ONE_POSITION=False,
+    )  # fmt: skip

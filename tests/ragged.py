@@ -7,7 +7,7 @@ import torch
 from bounds import assert_close_to_reference
 from caches import FORMATS, LAYOUTS, _on, empty_cache, fits, on_device, poison_, q_dtypes, store
 from hypothesis import strategies as st
-from problems import SENTINELS, Problem, allowance, attention_options, dims, small_configs, test_device
+from problems import SENTINELS, Problem, allowance, attention_options, dims, placed, small_configs, test_device
 
 import tkv
 from tkv import reference
@@ -173,7 +173,8 @@ def build(
         first = q_start[seq] if q_start else prefix + start
         positions, seen = torch.arange(cached), torch.zeros(cached, dtype=torch.bool)
         if rows:
-            seen = reference.look(first, rows, start + positions, window, sinks, masks and masks[seq])[0].any(0)
+            where = placed(cached, start, options.get("pinned", 0))
+            seen = reference.look(first, rows, where, window, sinks, masks and masks[seq])[0].any(0)
         pages = torch.tensor([order.pop() for _ in range(page_counts[seq])], dtype=index_dtype)
         followed = torch.zeros(len(pages), dtype=torch.bool)
         followed[(positions[seen] // page_size).unique()] = True
@@ -281,6 +282,8 @@ def ragged_problems(draw, kind=None, *, trees=(None, None, None, *TREES), unifor
     options = draw(attention_options(lens, rows, kv_heads * group))
     if draw(st.booleans()) and kind == "fp8_e4m3/tensor":
         options |= {"k_scale": draw(st.sampled_from([0.05, 1.0, 3.0])), "v_scale": draw(st.sampled_from([0.125, 2.0, 77.0]))}
+    if "kv_start" in options and draw(st.booleans()):
+        options["pinned"] = page_size * draw(st.integers(0, 3))
     tree = draw(st.sampled_from(trees)) if rows else None
     of_q, of_keys = (draw(st.sampled_from([None, None, 0, 1, n, 10 * n + 7])) for n in (rows, max(lens)))
     return build(

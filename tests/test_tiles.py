@@ -11,7 +11,7 @@ import triton.language as tl
 from caches import empty_cache
 from hypothesis import given
 from hypothesis import strategies as st
-from problems import effort, test_device
+from problems import effort, looking_at, test_device
 
 import tkv
 from tkv import reference
@@ -26,7 +26,7 @@ from tkv.kernels.tiles import codec
 from tkv.kernels.tiles.attend import power_of_two_from, tanh, unit_for
 from tkv.kernels.tiles.dots import dot, round_to
 from tkv.kernels.tiles.paging import locate, offsets_of
-from tkv.kernels.tiles.visibility import in_window, seen_keys, tile_of, view_of
+from tkv.kernels.tiles.visibility import in_window, positions_of, seen_keys, tile_of, view_of
 from tkv.kernels.tree import depth_kernel
 from tkv.kernels.write import write_kernel
 from tkv.ops.attention import triton_dtype
@@ -48,7 +48,7 @@ assert {kind.split("/")[0] for kind in CODES} == {kind.split("/")[0] for kind in
 
 @triton.jit
 def visits_kernel(
-    args_ptr, counts_ptr, tiles_ptr, seen_ptr, rows_ptr, limits, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, HAS_WINDOW: tl.constexpr
+    args_ptr, counts_ptr, tiles_ptr, seen_ptr, rows_ptr, limits, ROWS: tl.constexpr, PART: tl.constexpr, ATTEND: tl.constexpr
 ):
     """For ROWS query rows from `first` on: their visits, which of these are full, and both masks of every visit."""
     num_keys = tl.load(args_ptr)
@@ -56,21 +56,22 @@ def visits_kernel(
     first = tl.load(args_ptr + 2)
     skip = tl.load(args_ptr + 3)
     last = first + ROWS - 1
-    bounds, visits, full = view_of(num_keys, kv_start, skip, (first, last, first, last), limits, BLOCK_N, HAS_WINDOW)
+    bounds, visits, full = view_of(num_keys, kv_start, skip, (first, last, first, last), limits, PART, ATTEND)
     tl.store(counts_ptr, visits[3])
     tl.store(counts_ptr + 1, full[0])
     tl.store(counts_ptr + 2, full[1])
-    lanes = tl.arange(0, BLOCK_N)
+    lanes = tl.arange(0, ATTEND.BLOCK_N)
     rows = tl.arange(0, ROWS)
     for visit in range(0, visits[3]):
-        keys = tile_of(visit, visits) * BLOCK_N + lanes
+        keys = tile_of(visit, visits) * ATTEND.BLOCK_N + lanes
         tl.store(tiles_ptr + visit, tile_of(visit, visits))
-        tl.store(seen_ptr + visit * BLOCK_N + lanes, seen_keys(keys, bounds).to(tl.int8))
-        distance = (first + rows)[:, None] - (keys + kv_start)[None, :]
+        tl.store(seen_ptr + visit * ATTEND.BLOCK_N + lanes, seen_keys(keys, bounds).to(tl.int8))
+        positions = positions_of(keys, kv_start, limits.pinned, ATTEND.HAS_PINNED)[None, :]
+        distance = (first + rows)[:, None] - positions
         by_rows = distance >= 0
-        if HAS_WINDOW:
-            by_rows = by_rows & in_window(distance, (keys + kv_start)[None, :], limits.window, limits.sinks)
-        tl.store(rows_ptr + (visit * ROWS + rows[:, None]) * BLOCK_N + lanes[None, :], by_rows.to(tl.int8))
+        if ATTEND.HAS_WINDOW:
+            by_rows = by_rows & in_window(distance, positions, limits.window, limits.sinks)
+        tl.store(rows_ptr + (visit * ROWS + rows[:, None]) * ATTEND.BLOCK_N + lanes[None, :], by_rows.to(tl.int8))
 
 
 @st.composite
@@ -82,23 +83,32 @@ def views(draw):
     skip = draw(st.one_of(st.just(0), st.integers(0, num_keys + 5)))
     window = draw(st.one_of(st.none(), st.integers(1, 80), st.just(2**30)))
     sinks = draw(st.one_of(st.just(0), st.integers(0, 70), st.just(2**30)))
-    return block_n, rows, num_keys, kv_start, first, skip, window, sinks
+    pinned = draw(st.sampled_from([0, 0, 1, 16, 40]))
+    if pinned and draw(st.booleans()):
+        first = draw(st.integers(-rows, pinned + 20))
+    part = draw(st.sampled_from([0, 1, 2])) if window is not None else 0
+    return block_n, rows, num_keys, kv_start, first, skip, window, sinks, pinned, part
 
 
-@effort(300)
+@effort(400)
 @given(views())
 def test_every_visible_key_is_visited_once_and_nothing_else(case):
-    block_n, rows, num_keys, kv_start, first, skip, window, sinks = case
+    block_n, rows, num_keys, kv_start, first, skip, window, sinks, pinned, part = case
     args = torch.tensor([num_keys, kv_start, first, skip], dtype=torch.int32, device=DEVICE)
     counts = torch.zeros(3, dtype=torch.int32, device=DEVICE)
     tiles = torch.full((2 * MAX_TILES,), -1, dtype=torch.int32, device=DEVICE)
     seen = torch.zeros(2 * MAX_TILES, block_n, dtype=torch.int8, device=DEVICE)
     by_rows = torch.zeros(2 * MAX_TILES, rows, block_n, dtype=torch.int8, device=DEVICE)
-    visits_kernel[(1,)](args, counts, tiles, seen, by_rows, Limits(0.0, window or 0, sinks), block_n, rows, window is not None)
+    limits = Limits(0.0, window or 0, sinks, pinned)
+    visits_kernel[(1,)](args, counts, tiles, seen, by_rows, limits, rows, part, looking_at(block_n, window is not None, pinned > 0))
 
     q_positions = first + torch.arange(rows)
     truth = torch.zeros(rows, MAX_TILES * block_n, dtype=torch.bool)
-    truth[:, :num_keys] = reference.visible(q_positions, kv_start + torch.arange(num_keys), window, sinks)
+    k_positions = torch.arange(num_keys)
+    k_positions[pinned:] += kv_start
+    truth[:, :num_keys] = reference.visible(q_positions, k_positions, window, sinks)
+    if part:
+        truth[:, :num_keys] &= (k_positions < sinks) == (part == 1)
     truth[:, :skip] = False
     truth = truth.view(rows, MAX_TILES, block_n)
     count, full_from, full_to = counts.tolist()

@@ -10,7 +10,7 @@ from bounds import assert_close_to_reference
 from caches import FORMATS
 from hypothesis import given
 from hypothesis import strategies as st
-from problems import Problem, build, effort, test_device
+from problems import Problem, build, effort, looking_at, test_device
 
 import tkv
 from tkv.kernels.args import Limits
@@ -192,10 +192,10 @@ def test_alibi_counts_from_positions_and_not_from_the_keys_of_the_part():
 
 
 @triton.jit
-def count_tiles_kernel(lens_ptr, out_ptr, q_len, limits, BLOCK_N: tl.constexpr):
+def count_tiles_kernel(lens_ptr, out_ptr, q_len, limits, ATTEND: tl.constexpr):
     num_keys = tl.load(lens_ptr + tl.program_id(0))
     first, last = num_keys - q_len, num_keys - 1
-    _, visits, _ = view_of(num_keys, num_keys * 0, num_keys * 0, (first, last, first, last), limits, BLOCK_N, True)
+    _, visits, _ = view_of(num_keys, num_keys * 0, num_keys * 0, (first, last, first, last), limits, 0, ATTEND)
     tl.store(out_ptr + tl.program_id(0), visits[3])
 
 
@@ -203,7 +203,7 @@ def count_tiles_kernel(lens_ptr, out_ptr, q_len, limits, BLOCK_N: tl.constexpr):
 def test_the_tiles_that_are_visited_do_not_grow_with_the_context(window, sinks, q_len):
     lens = torch.tensor([1000, 10_000, 123_457, 10**6, 2**30], dtype=torch.int32, device=DEVICE)
     out = torch.zeros_like(lens)
-    count_tiles_kernel[(len(lens),)](lens, out, q_len, Limits(0.0, window, sinks), 16)
+    count_tiles_kernel[(len(lens),)](lens, out, q_len, Limits(0.0, window, sinks, 0), looking_at(16, True))
     at_most = -(-sinks // 16) + -(-(window + q_len - 1) // 16) + 1
     assert int(out.max()) <= at_most and int(out.min()) >= at_most - 1
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import torch
 from caches import FORMATS, LAYOUTS, empty_cache, encode_rows, fits, poison_, q_dtypes
 from hypothesis import strategies as st
-from problems import SENTINELS, Problem, attention_options, small_configs, test_device
+from problems import SENTINELS, Problem, attention_options, placed, small_configs, test_device
 
 import tkv
 from tkv import reference
@@ -150,7 +150,7 @@ def grow(
     for seq, start in enumerate(starts):
         first = q_start[seq] if q_start else len(keys[seq]) + start - rows
         mask = None if options.get("mask") is None else options["mask"][seq]
-        positions = start + torch.arange(len(keys[seq]))
+        positions = placed(len(keys[seq]), start, options.get("pinned", 0))
         seen.append(reference.look(first, rows, positions, options.get("window"), options.get("sinks", 0), mask)[0].any(0))
         if spike and seen[seq].any():
             visible = keys[seq][seen[seq]]
@@ -164,7 +164,7 @@ def grow(
         for seq, path in enumerate(paths):
             near = [firsts[other] for other in range(num_seqs) if {*paths[other]} & {*path} - {None}]
             if near:
-                positions = starts[seq] + torch.arange(len(keys[seq]))
+                positions = placed(len(keys[seq]), starts[seq], options.get("pinned", 0))
                 seen[seq] |= (positions > min(near) - options["window"]) & (positions < max(near) + rows)
 
     num_pages = 4 + sum(2 * (-(-len(seq) // page_size)) for seq in keys) + sum(-(-n // page_size) for n in nodes)
@@ -205,7 +205,7 @@ def grow(
                     book.setdefault(held[:end], page)
             soil.write(pages_of[seq], keys[seq], seen[seq])
         table = whole_table = soil.table(pages_of)
-        levels = tkv.find_shared_levels(table, lens, page_size, kv_start=soil.inside(starts))
+        levels = tkv.find_shared_levels(table, lens, page_size, kv_start=soil.inside(starts), pinned=options.get("pinned", 0))
 
     for name, given in (("kv_start", kv_start), ("q_start", q_start)):
         if given is not None:
@@ -281,6 +281,8 @@ def trees(draw, kind=None):
         options |= {"k_scale": draw(st.sampled_from([0.05, 1.0, 3.0])), "v_scale": draw(st.sampled_from([0.125, 2.0, 77.0]))}
     config = small_configs() if kind == "fp32" else st.one_of(st.none(), small_configs())
     holds = [n for n in (2, 3, 5, 8, 10) if fits(kind, 8 * n, page_size)]
+    if "kv_start" in options and not apart and draw(st.booleans()):
+        options["pinned"] = page_size * draw(st.integers(0, 3))
     launch = {
         "config": draw(config),
         "level_config": draw(st.one_of(st.none(), small_configs(), st.just(AttentionConfig(64, 32, 4, 1, 32)))),

@@ -121,7 +121,8 @@ class Attend(NamedTuple):
 
     PAGE_SIZE, BLOCK_N: keys of a page (0: they are not paged) and of a tile; DTYPE, P_DTYPE: of the operands of q @ k and of p @ v;
     V_IS_K: V is the first run of K's words; LIFT: probabilities are times 2^LIFT; HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, HAS_TREE: options in
-    use; ONE_POSITION: all rows of a program stand at one position.
+    use; HAS_PINNED: some keys are pinned; PARTS: 2 where sink tokens are attended to apart from other keys, else 1; ONE_POSITION: all rows
+    of a program stand at one position.
     """
 
     PAGE_SIZE: int
@@ -134,6 +135,8 @@ class Attend(NamedTuple):
     HAS_SOFTCAP: bool
     HAS_ALIBI: bool
     HAS_TREE: bool
+    HAS_PINNED: bool
+    PARTS: int
     ONE_POSITION: bool
 
 
@@ -143,6 +146,7 @@ class Limits(NamedTuple):
     softcap: float
     window: int
     sinks: int
+    pinned: int
 
 
 class NewStrides(NamedTuple):

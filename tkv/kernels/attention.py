@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from tkv.kernels.tiles import codec
-from tkv.kernels.tiles.attend import attend_source, change_units, score_unit, start, true_numbers
+from tkv.kernels.tiles.attend import attend_source, change_units, in_score_unit, score_unit, start, true_numbers
 from tkv.kernels.tiles.rows import (
     load_position,
     load_query,
@@ -16,7 +16,7 @@ from tkv.kernels.tiles.rows import (
     uniform_program,
 )
 from tkv.kernels.tiles.softmax import add_sink, lse_of
-from tkv.kernels.tiles.visibility import span_of_rows, span_of_tree, view_of
+from tkv.kernels.tiles.visibility import keys_before, positions_of, span_of_rows, span_of_tree, view_of
 
 
 @triton.jit
@@ -44,6 +44,32 @@ def load_starts(lengths, seqs, q_len, IS_RAGGED: tl.constexpr):
     return num_keys, kv_start, q_start
 
 
+@triton.jit
+def tiles_of(num_keys, kv_start, skip, span, limits, ATTEND: tl.constexpr):
+    """Visits of all parts of a source of keys."""
+    PARTS: tl.constexpr = ATTEND.PARTS
+    tiles = num_keys * 0
+    for part in tl.static_range(PARTS):
+        tiles += view_of(num_keys, kv_start, skip, span, limits, part + PARTS - 1, ATTEND)[1][3]
+    return tiles
+
+
+@triton.jit
+def turns_of(positions, bounds, kv_start, limits, PART: tl.constexpr, ATTEND: tl.constexpr):
+    """(how far rows are rotated, [BLOCK_M], what is taken off keys' positions for their rotation).
+
+    Without a window (PART 0) both rotate by their positions. Else they do so as in a cache of the sink tokens and one window: for the
+    sink tokens (1) rows stand at its end at most; in windows (2) only differences matter, here from the last key that some row sees.
+    """
+    if PART == 0:
+        return positions, 0
+    elif PART == 1:
+        return tl.minimum(positions, limits.sinks + (limits.window - 1)), 0
+    else:
+        base = positions_of(bounds[3] - 1, kv_start, limits.pinned, ATTEND.HAS_PINNED)
+        return positions - base, base
+
+
 # Sizes that change from step to step: a new one must not compile a new kernel.
 _CHANGING = ["table_stride", "part_stride", "part_lse_stride", "num_pages", "table_width", "num_seqs", "num_rows", "rest_end"]
 _CHANGING += ["num_tiles", "max_splits", "min_tiles", "split_q_len", "split_tiles", "zero"]
@@ -51,13 +77,13 @@ _CHANGING += ["num_tiles", "max_splits", "min_tiles", "split_q_len", "split_tile
 
 @triton.jit(do_not_specialize=_CHANGING)
 def attention_kernel(
-    q_ptr, cache, fresh, page_table_ptr, lengths, cu_seqlens_ptr, level, tree, alibi_slopes_ptr, sink_logits_ptr, results, parts,
+    q_ptr, cache, fresh, page_table_ptr, lengths, cu_seqlens_ptr, level, tree, alibi_slopes_ptr, sink_logits_ptr, rope, results, parts,
     q_strides, table_stride, part_stride, part_lse_stride,
     num_pages, table_width, num_seqs, num_rows, rest_end, num_kv_heads, group, q_len, num_tiles,
     max_splits, min_tiles, split_q_len, split_tiles,
     scale, limits, zero,
     BLOCK_M: tl.constexpr, ROWS: tl.constexpr, ADD_NEW: tl.constexpr, ATTEND: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    FRESH: tl.constexpr, FRESH_K: tl.constexpr, FRESH_V: tl.constexpr, TARGET: tl.constexpr,
+    FRESH: tl.constexpr, FRESH_K: tl.constexpr, FRESH_V: tl.constexpr, ROPE: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_M rows (see `tiles.rows`) of one sequence or group and KV head, over one split of their keys.
 
@@ -104,7 +130,8 @@ def attention_kernel(
         if ROWS == "ragged":
             num_keys = tl.where(seq < num_seqs, num_keys, 0)
         if level.cover_ptr is not None:
-            skip = tl.maximum(load_position(level.cover_ptr + seqs) - kv_start, 0)
+            cover = load_position(level.cover_ptr + seqs)
+            skip = tl.maximum(keys_before(cover, kv_start, limits.pinned, ATTEND.HAS_PINNED), 0)
     num_keys = tl.maximum(tl.minimum(num_keys, table_width * ATTEND.PAGE_SIZE), 0)
     q_starts = tl.zeros([BLOCK_M], tl.int32) + q_start
     positions = q_starts + q_rows
@@ -124,12 +151,10 @@ def attention_kernel(
         first = q_start + row_tile * BLOCK_M // group
         last = q_start + tl.minimum((row_tile * BLOCK_M + BLOCK_M - 1) // group, num_new - 1)
         span = (first, last, first, last)
-    bounds, visits, full = view_of(num_keys, kv_start, skip, span, limits, ATTEND.BLOCK_N, ATTEND.HAS_WINDOW)
-    cached_tiles = visits[3]
-    tiles = cached_tiles
+    tiles = tiles_of(num_keys, kv_start, skip, span, limits, ATTEND)
     if fresh.k.ptr is not None:
         num_fresh = tl.where(seq < num_seqs, num_new, 0)
-        tiles += view_of(num_fresh, q_start, 0, span, limits, FRESH.BLOCK_N, FRESH.HAS_WINDOW)[1][3]
+        tiles += tiles_of(num_fresh, q_start, 0, span, limits, FRESH)
 
     begin = tiles * 0
     stop = tiles
@@ -154,30 +179,51 @@ def attention_kernel(
     q_row_ptrs = q_ptr + row_offsets(q_strides, seqs, first_row + q_rows, q_heads)
     kv_head = head.to(tl.int64)
     table_row = page_table_ptr + seq.to(tl.int64) * table_stride
-    q, q_sum, raw_scale = load_query(q_row_ptrs, in_rows, scale, cache.k, kv_head, ATTEND.DTYPE, K, TARGET)
-    state = attend_source(
-        start(BLOCK_M, V), q, q_sum, raw_scale, positions, slopes, tree_rows, cache, table_row, num_pages,
-        kv_head, kv_start, bounds, visits, full, limits, begin, tl.minimum(stop, cached_tiles), ATTEND, K, V, TARGET,
-    )  # fmt: skip
+    PARTS: tl.constexpr = ATTEND.PARTS
+    state = start(BLOCK_M, V)
+    raw_scale = tl.full([BLOCK_M], 1.0, tl.float32)
+    done = 0
+    for part in tl.static_range(PARTS):
+        bounds, visits, full = view_of(num_keys, kv_start, skip, span, limits, part + PARTS - 1, ATTEND)
+        turns, base = turns_of(positions, bounds, kv_start, limits, part + PARTS - 1, ATTEND)
+        q, q_sum, new_scale = load_query(q_row_ptrs, in_rows, scale, cache.k, kv_head, turns, rope, ATTEND.DTYPE, K, ROPE, TARGET)
+        if part > 0:
+            state = in_score_unit(state, raw_scale, new_scale, ATTEND)
+        raw_scale = new_scale
+        state = attend_source(
+            state, q, q_sum, raw_scale, positions, slopes, tree_rows, cache, table_row, num_pages,
+            kv_head, kv_start, bounds, visits, full, limits, (rope, base),
+            tl.maximum(begin - done, 0), tl.minimum(stop - done, visits[3]), ATTEND, K, V, ROPE, TARGET,
+        )  # fmt: skip
+        done += visits[3]
     v_unit = codec.unit(V, TARGET) * tl.full([], 1.0, tl.float32)
     if V.SCALE == "tensor":
         v_unit *= tl.load(cache.v.scale_ptr)
     elif V.SCALE == "head":
         v_unit *= tl.load(cache.v.scale_ptr + kv_head * cache.v.scale_strides.head)
     if fresh.k.ptr is not None:
-        if K.CODE != "native" or V.CODE != "native":
-            rows, in_rows, q_rows, q_heads = rows_of(row_tile - zero, num_rows, head, group, BLOCK_M)
-            q_row_ptrs = q_ptr + row_offsets(q_strides, seqs, first_row + q_rows, q_heads)
-            q, q_sum, fresh_scale = load_query(q_row_ptrs, in_rows, scale, fresh.k, kv_head, FRESH.DTYPE, FRESH_K, TARGET)
-            state = change_units(state, score_unit(raw_scale, ATTEND) / score_unit(fresh_scale, ATTEND), v_unit, cache.v, kv_head, V)
-            raw_scale = fresh_scale
-            v_unit = tl.full([], 1.0, tl.float32)
-        bounds, visits, full = view_of(num_fresh + zero, q_start, 0, span, limits, FRESH.BLOCK_N, FRESH.HAS_WINDOW)
-        state = attend_source(
-            state, q, q_sum, raw_scale, positions, slopes, tree_rows, fresh, first_row.to(tl.int64), num_pages,
-            kv_head, q_start, bounds, visits, full, limits, tl.maximum(begin - cached_tiles, 0), stop - cached_tiles,
-            FRESH, FRESH_K, FRESH_V, TARGET,
-        )  # fmt: skip
+        for part in tl.static_range(PARTS):
+            bounds, visits, full = view_of(num_fresh + zero, q_start, 0, span, limits, part + PARTS - 1, FRESH)
+            turns, base = turns_of(positions, bounds, q_start, limits, part + PARTS - 1, FRESH)
+            if K.CODE != "native" or V.CODE != "native" or ROPE.DIM > 0:
+                rows, in_rows, q_rows, q_heads = rows_of(row_tile - zero, num_rows, head, group, BLOCK_M)
+                q_row_ptrs = q_ptr + row_offsets(q_strides, seqs, first_row + q_rows, q_heads)
+                q, q_sum, new_scale = load_query(
+                    q_row_ptrs, in_rows, scale, fresh.k, kv_head, turns, rope, FRESH.DTYPE, FRESH_K, ROPE, TARGET
+                )
+                if part == 0:
+                    ratio = score_unit(raw_scale, ATTEND) / score_unit(new_scale, ATTEND)
+                    state = change_units(state, ratio, v_unit, cache.v, kv_head, V)
+                else:
+                    state = in_score_unit(state, raw_scale, new_scale, FRESH)
+                raw_scale = new_scale
+                v_unit = tl.full([], 1.0, tl.float32)
+            state = attend_source(
+                state, q, q_sum, raw_scale, positions, slopes, tree_rows, fresh, first_row.to(tl.int64), num_pages,
+                kv_head, q_start, bounds, visits, full, limits, (rope, base),
+                tl.maximum(begin - done, 0), stop - done, FRESH, FRESH_K, FRESH_V, ROPE, TARGET,
+            )  # fmt: skip
+            done += visits[3]
 
     best, total, acc, unit, _, added = state
     rows, in_rows, q_rows, q_heads = rows_of(row_tile + zero, num_rows, head, group, BLOCK_M)

@@ -12,10 +12,11 @@ import torch
 from tkv.cache import KVCache
 from tkv.errors import RangeError, ShapeError, UnsupportedError
 from tkv.kernels.args import Attend, Lengths, Level, Limits, PagedKV, Results, RowStrides, Storage, Stored, Target, TokenStrides, Tree
-from tkv.ops.checks import FLOATS, INTEGERS, MAX_POSITION, check_int, check_number, check_tensor
-from tkv.ops.launch import FLUSHES_FP16, Launch, padded, paged_words, storages, target_for
+from tkv.ops.checks import FLOATS, INTEGERS, MAX_POSITION, check_int, check_number, check_pages, check_pinned, check_rope, check_tensor
+from tkv.ops.launch import FLUSHES_FP16, Launch, padded, paged_words, rope_args, storages, target_for
+from tkv.rope import Rope
 from tkv.tune import configs
-from tkv.tune.configs import AttentionConfig, default_prefill, with_tree
+from tkv.tune.configs import AttentionConfig, default_prefill, with_rope, with_tree
 
 MAX_GROUP = 128
 
@@ -33,6 +34,8 @@ class Options:
     kv_start: torch.Tensor | None = None
     q_start: torch.Tensor | None = None
     mask: torch.Tensor | None = None
+    pinned: int = 0
+    rope: Rope | None = None
 
     @property
     def is_plain(self) -> bool:
@@ -42,7 +45,7 @@ class Options:
     @property
     def limits(self) -> Limits:
         """What the kernel takes of them."""
-        return Limits(softcap=self.softcap or 0.0, window=self.window or 0, sinks=self.sinks)
+        return Limits(softcap=self.softcap or 0.0, window=self.window or 0, sinks=self.sinks, pinned=self.pinned)
 
     def of(self, seqs: slice) -> Options:
         """The options of some of the sequences."""
@@ -77,11 +80,11 @@ def check_table(page_table: torch.Tensor, num_seqs: int | str, page_size: int, d
 
 
 def check_options(
-    cache: KVCache, num_seqs: int, num_q_heads: int, scale: float | None, softcap: float | None, alibi_slopes: torch.Tensor | None,
-    window: int | None, sinks: int, sink_logits: torch.Tensor | None, kv_start: torch.Tensor | None, q_start: torch.Tensor | None,
-    mask: torch.Tensor | None,
+    cache: KVCache, num_seqs: int, num_q_heads: int, rows: int, scale: float | None, softcap: float | None,
+    alibi_slopes: torch.Tensor | None, window: int | None, sinks: int, sink_logits: torch.Tensor | None, kv_start: torch.Tensor | None,
+    q_start: torch.Tensor | None, mask: torch.Tensor | None, pinned: int, rope: Rope | None,
 ) -> Options:  # fmt: skip
-    """The options, each with its own error."""
+    """The options, each with its own error; a block of query rows spans up to `rows` positions."""
     for name, starts in (("kv_start", kv_start), ("q_start", q_start)):
         if starts is not None:
             check_tensor(name, starts, (num_seqs,), INTEGERS, cache.device)
@@ -93,16 +96,27 @@ def check_options(
         check_tensor("mask", mask, (num_seqs, "M", "M"), (torch.bool,), cache.device)
         if mask.shape[1] != mask.shape[2] or not mask.shape[1]:
             raise ShapeError(f"mask: expected shape [{num_seqs}, M, M] with M at least 1, got {list(mask.shape)}")
+    window = None if window is None else check_int("window", window, 1)
+    sinks = check_int("sinks", sinks, 0)
+    if rope is not None:
+        check_rope(rope, cache)
+        if window is not None and rope.num_rows < sinks + window + rows - 1:
+            raise ShapeError(
+                f"rope: expected tables for {sinks + window + rows - 1} positions or more (sinks + window + 256 are always enough), "
+                f"got {rope.num_rows}"
+            )
     return Options(
         scale=1.0 / math.sqrt(cache.head_dim) if scale is None else check_number("scale", scale, zero=True),
         softcap=None if softcap is None else check_number("softcap", softcap, zero=False),
         alibi_slopes=alibi_slopes,
-        window=None if window is None else check_int("window", window, 1),
-        sinks=check_int("sinks", sinks, 0),
+        window=window,
+        sinks=sinks,
         sink_logits=sink_logits,
         kv_start=kv_start,
         q_start=q_start,
         mask=mask,
+        pinned=check_pinned(pinned, cache.page_size),
+        rope=rope,
     )
 
 
@@ -159,6 +173,9 @@ def kernel_for(
     """The constants of a call."""
     k_dtype, v_dtype = compute_dtypes(q_dtype, cache, arch)
     k, v = storages(cache, k_dtype, v_dtype)
+    if options.rope is not None and k.ASYMMETRIC:
+        # A minimum is the same for all dims only until they are rotated.
+        k = k._replace(FOLDED=False)
     attend = Attend(
         PAGE_SIZE=cache.page_size,
         BLOCK_N=config.block_n,
@@ -170,6 +187,8 @@ def kernel_for(
         HAS_SOFTCAP=options.softcap is not None,
         HAS_ALIBI=options.alibi_slopes is not None,
         HAS_TREE=options.mask is not None,
+        HAS_PINNED=options.pinned > 0,
+        PARTS=2 if options.rope is not None and options.window is not None else 1,
         ONE_POSITION=one_position,
     )
     return Kernel(config, attend, k, v, target_for(arch, interpret))
@@ -207,15 +226,16 @@ def launch_attention(
     from tkv.kernels.attention import attention_kernel
 
     group = q.shape[-2] // cache.num_kv_heads
+    rope, rotary = rope_args(options.rope)
     fresh_kv, *fresh_constants = fresh or (NO_FRESH, kernel.attend, kernel.k, kernel.v)
     return Launch(
         attention_kernel,
         work.grid,
         (q, paged_words(cache), fresh_kv, page_table, lengths, cu_seqlens, level, tree, options.alibi_slopes, options.sink_logits)
-        + (results, parts_of(parts), row_strides(q), page_table.stride(0), *part_strides(parts))
+        + (rope, results, parts_of(parts), row_strides(q), page_table.stride(0), *part_strides(parts))
         + (cache.num_pages, page_table.shape[1], work.num_seqs, work.num_rows, work.rest_end, cache.num_kv_heads, group, work.q_len)
         + (work.num_tiles, work.max_splits, work.min_tiles, work.split_q_len, work.split_tiles, options.scale, options.limits, 0)
-        + (kernel.config.block_m, work.rows, work.add_new, kernel.attend, kernel.k, kernel.v, *fresh_constants, kernel.target),
+        + (kernel.config.block_m, work.rows, work.add_new, kernel.attend, kernel.k, kernel.v, *fresh_constants, rotary, kernel.target),
         num_warps=kernel.config.num_warps,
         num_stages=kernel.config.num_stages,
         max_registers=kernel.config.max_registers,
@@ -316,11 +336,30 @@ def is_decoded(cache: KVCache) -> bool:
     return cache.k_format.is_rounded or cache.v_format.is_rounded
 
 
+def check_visible(
+    name: str, page_table: torch.Tensor, lens: torch.Tensor, first: torch.Tensor, last: torch.Tensor, options: Options, cache: KVCache,
+    cover: torch.Tensor | None = None,
+) -> None:  # fmt: skip
+    """Synchronous: what rows at positions first..last see is in the cache, see `check_pages`, and their rotation is in the tables."""
+    check_pages(
+        name, page_table, lens, options.kv_start, first, last, options.window, options.sinks, cache, cover, pinned=options.pinned
+    )
+    rope = options.rope
+    if rope is not None and options.window is None and bool((last >= rope.num_rows).any()):
+        raise RangeError(f"rope: expected tables for positions up to {int(last.max())}, got {rope.num_rows} rows")
+
+
+def with_options(config: AttentionConfig, options: Options) -> AttentionConfig:
+    """The config with smaller tiles where an option needs the registers."""
+    config = config if options.mask is None else with_tree(config)
+    return config if options.rope is None else with_rope(config)
+
+
 def prefill_config(q: torch.Tensor, cache: KVCache, options: Options, arch: str, rows: int) -> AttentionConfig:
     """The default config where up to so many rows (query rows x heads of a group) share their keys."""
     scaled = cache.k_format.is_dynamic or cache.v_format.is_dynamic
     config = default_prefill(arch, *shape_of_work(q.dtype, cache, arch), rows, options.is_plain, scaled, is_decoded(cache))
-    return config if options.mask is None else with_tree(config)
+    return with_options(config, options)
 
 
 def triton_dtype(dtype: torch.dtype) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from tkv.ops.attention import (
     Scratch,
     Work,
     check_table,
+    check_visible,
     kernel_for,
     launch_attention,
     launch_merge,
@@ -28,6 +30,7 @@ from tkv.ops.attention import (
 from tkv.ops.checks import INTEGERS, check_flag, check_int, check_pages, check_ragged, check_tensor, checks_on
 from tkv.ops.decode import check_decode, decode_config, plan_decode, row_positions
 from tkv.ops.launch import Launch, arch_name, interpreting, num_sms
+from tkv.rope import Rope
 from tkv.tune.configs import MIN_KEYS_SAVED, AttentionConfig, split_plan
 
 
@@ -47,6 +50,8 @@ def shared_prefix_decode(
     kv_start: torch.Tensor | None = None,
     q_start: torch.Tensor | None = None,
     mask: torch.Tensor | None = None,
+    pinned: int = 0,
+    rope: Rope | None = None,
     max_seq_len: int | None = None,
     return_lse: bool = False,
     out: torch.Tensor | None = None,
@@ -68,7 +73,8 @@ def shared_prefix_decode(
         q, cache: as in `paged_decode`.
         levels: what is shared, outermost first; see :class:`tkv.SharedLevel` and `tkv.find_shared_levels`.
         page_table, seq_lens: of the whole sequences, as in `paged_decode`. What a level covers is not read through them.
-        scale, softcap, alibi_slopes, window, sinks, sink_logits, kv_start, q_start, mask, max_seq_len, return_lse, out: as in
+        scale, softcap, alibi_slopes, window, sinks, sink_logits, kv_start, q_start, mask, pinned, rope, max_seq_len, return_lse,
+            out: as in
             `paged_decode`.
         workspace: as in `paged_decode`; it must hold one partial result of each level and one more, at 4 bytes a number.
         deterministic: refused: how sequences are grouped depends on the batch.
@@ -98,15 +104,15 @@ def shared_prefix_decode(
         raise UnsupportedError("deterministic: how sequences are grouped depends on the batch; use paged_decode")
     options, config = check_decode(
         q, cache, page_table, seq_lens, scale=scale, softcap=softcap, alibi_slopes=alibi_slopes, window=window, sinks=sinks,
-        sink_logits=sink_logits, kv_start=kv_start, q_start=q_start, mask=mask, max_seq_len=max_seq_len, return_lse=return_lse, out=out,
-        workspace=workspace, config=config,
+        sink_logits=sink_logits, kv_start=kv_start, q_start=q_start, mask=mask, pinned=pinned, rope=rope, max_seq_len=max_seq_len,
+        return_lse=return_lse, out=out, workspace=workspace, config=config,
     )  # fmt: skip
     check_levels(levels, cache)
     levels = paying(levels)
     if checks_on():
         first, last = row_positions(q, seq_lens, options)
         cover = check_members(levels, first, last, options, cache)
-        check_pages("seq_lens", page_table, seq_lens, kv_start, first, last, options.window, options.sinks, cache, cover)
+        check_visible("seq_lens", page_table, seq_lens, first, last, options, cache, cover)
     if level_config is not None:
         level_config = AttentionConfig.of(level_config)
     if out is None:
@@ -173,7 +179,7 @@ def plan_cascade(
             "stacked", (num_tiles * num_kv_heads, splits), num_groups, q_len, num_tiles, num_rows=level.seqs.shape[0],
             max_splits=splits, min_tiles=tiles,
         )
-        plans.append((work, kernel_for(q.dtype, cache, options, own, arch, interpret)))
+        plans.append((work, kernel_for(q.dtype, cache, replace(options, pinned=0), own, arch, interpret)))
     config = config or decode_config(q, cache, options, arch)
     row_tiles = -(-q_len * group // config.block_m)
     num_programs = num_seqs * num_kv_heads * row_tiles

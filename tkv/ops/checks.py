@@ -78,6 +78,14 @@ def check_int(name: str, value: object, low: int) -> int:
     return min(int(value), MAX_POSITION)
 
 
+def check_pinned(pinned: object, page_size: int) -> int:
+    """A number of logical keys that are whole pages."""
+    pinned = check_int("pinned", pinned, 0)
+    if pinned % page_size:
+        raise RangeError(f"pinned: expected whole pages of {page_size} keys, got {pinned}")
+    return pinned
+
+
 def check_flag(name: str, value: object) -> bool:
     """A bool."""
     if not isinstance(value, bool):
@@ -128,6 +136,7 @@ def check_pages(
     sinks: int,
     cache: KVCache,
     cover: torch.Tensor | None = None,
+    pinned: int = 0,
 ) -> None:
     """Synchronous: lengths fit the table, and every page that some row at positions first..last can see is in the cache.
 
@@ -143,8 +152,9 @@ def check_pages(
             seq = int(wrong.nonzero()[0])
             raise RangeError(f"{start}: expected {low} to 2^30 - 1, got {int(given[seq])} for sequence {seq}")
     starts = torch.zeros_like(lens) if kv_start is None else kv_start
-    positions = torch.arange(capacity, device=page_table.device)[None, :] + starts[:, None]
-    seen = (positions - starts[:, None] < lens[:, None]) & (positions <= last[:, None]) & (first <= last)[:, None]
+    keys = torch.arange(capacity, device=page_table.device)[None, :]
+    positions = torch.where(keys < pinned, keys, keys + starts[:, None])
+    seen = (keys < lens[:, None]) & (positions <= last[:, None]) & (first <= last)[:, None]
     if window is not None:
         seen &= (first[:, None] - positions < window) | (positions < sinks)
     if cover is not None:

@@ -18,6 +18,7 @@ from tkv.ops.attention import (
     check_out,
     check_queries,
     check_table,
+    check_visible,
     check_workspace,
     is_decoded,
     kernel_for,
@@ -27,10 +28,12 @@ from tkv.ops.attention import (
     run_all,
     shape_of_work,
     tree_of,
+    with_options,
 )
-from tkv.ops.checks import FLOATS, INTEGERS, check_cache, check_flag, check_int, check_pages, check_tensor, checks_on
+from tkv.ops.checks import FLOATS, INTEGERS, check_cache, check_flag, check_int, check_tensor, checks_on
 from tkv.ops.launch import Launch, arch_name, check_launchable, interpreting, num_sms
-from tkv.tune.configs import AttentionConfig, default_decode, deterministic_plan, split_plan, with_tree
+from tkv.rope import Rope
+from tkv.tune.configs import AttentionConfig, default_decode, deterministic_plan, split_plan
 
 MAX_Q_LEN = 64
 
@@ -50,6 +53,8 @@ def paged_decode(
     kv_start: torch.Tensor | None = None,
     q_start: torch.Tensor | None = None,
     mask: torch.Tensor | None = None,
+    pinned: int = 0,
+    rope: Rope | None = None,
     max_seq_len: int | None = None,
     return_lse: bool = False,
     out: torch.Tensor | None = None,
@@ -81,12 +86,18 @@ def paged_decode(
         sink_logits: ``[num_q_heads]`` float32, float16 or bfloat16, finite or -inf: a learned sink, ``e^sink_logit`` joins the
             denominator and the LSE.
             Of several parts that are to be merged, exactly one gets it.
-        kv_start: ``[num_seqs]`` int32 or int64, position of each sequence's logical key 0; 0 if None.
+        kv_start: ``[num_seqs]`` int32 or int64, at least 0: the position of logical key j is ``kv_start + j``; 0 if None.
+        pinned: an int, whole pages: the position of logical key j is j itself where ``j < pinned``. So one table can hold the pages of the
+            sink tokens and, after a gap, those of a window.
         q_start: ``[num_seqs]`` int32 or int64, position of query row 0; ``seq_len + kv_start - q_len`` if None.
         mask: ``[num_seqs, M, M]`` bool, M at least q_len: tree verification. Query row c is new token c, whose key stands at
             ``q_start + c`` of the table; it sees new token i iff ``mask[:, c, i]``, and their position, of query and key, is
             ``q_start + (number of new tokens that mask[:, c] has) - 1``. Keys before ``q_start`` are as without a mask. The diagonal
             is set; what lies beyond q_len is ignored.
+        rope: q and the keys come unrotated and are rotated here: without a window by their positions, for which the tables need rows;
+            with one by positions inside of a cache of the sink tokens and the window (StreamingLLM): a sink token j by j, with the query
+            by ``min(p, sinks + window - 1)``, and other keys by what lies between them and the query. Then ``sinks + window + 256`` rows
+            are enough for any length. With a `mask` the new tokens must stand behind the sink tokens.
         max_seq_len: a hint for the longest of `seq_lens`, to size the launch; the width of the table if None. Never a condition of
             correctness.
         return_lse: also return the LSE.
@@ -116,14 +127,14 @@ def paged_decode(
     """
     options, config = check_decode(
         q, cache, page_table, seq_lens, scale=scale, softcap=softcap, alibi_slopes=alibi_slopes, window=window, sinks=sinks,
-        sink_logits=sink_logits, kv_start=kv_start, q_start=q_start, mask=mask, max_seq_len=max_seq_len, return_lse=return_lse, out=out,
-        workspace=workspace, config=config,
+        sink_logits=sink_logits, kv_start=kv_start, q_start=q_start, mask=mask, pinned=pinned, rope=rope, max_seq_len=max_seq_len,
+        return_lse=return_lse, out=out, workspace=workspace, config=config,
     )  # fmt: skip
     check_flag("deterministic", deterministic)
     device = cache.device
     if checks_on():
         first, last = row_positions(q, seq_lens, options)
-        check_pages("seq_lens", page_table, seq_lens, kv_start, first, last, options.window, options.sinks, cache)
+        check_visible("seq_lens", page_table, seq_lens, first, last, options, cache)
     if out is None:
         out = torch.empty(*q.shape[:-1], cache.v_head_dim, dtype=q.dtype, device=device)
     lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=device) if return_lse else None
@@ -139,8 +150,8 @@ def paged_decode(
 def check_decode(
     q: torch.Tensor, cache: KVCache, page_table: torch.Tensor, seq_lens: torch.Tensor, *, scale: float | None, softcap: float | None,
     alibi_slopes: torch.Tensor | None, window: int | None, sinks: int, sink_logits: torch.Tensor | None, kv_start: torch.Tensor | None,
-    q_start: torch.Tensor | None, mask: torch.Tensor | None, max_seq_len: int | None, return_lse: bool, out: torch.Tensor | None,
-    workspace: torch.Tensor | None, config: AttentionConfig | dict[str, Any] | None,
+    q_start: torch.Tensor | None, mask: torch.Tensor | None, pinned: int, rope: Rope | None, max_seq_len: int | None,
+    return_lse: bool, out: torch.Tensor | None, workspace: torch.Tensor | None, config: AttentionConfig | dict[str, Any] | None,
 ) -> tuple[Options, AttentionConfig | None]:  # fmt: skip
     """The options and the config of a call of decoding; each argument with its own error."""
     check_cache(cache)
@@ -155,8 +166,9 @@ def check_decode(
     check_table(page_table, num_seqs, cache.page_size, device)
     check_tensor("seq_lens", seq_lens, (num_seqs,), INTEGERS, device)
     options = check_options(
-        cache, num_seqs, q.shape[-2], scale, softcap, alibi_slopes, window, sinks, sink_logits, kv_start, q_start, mask
-    )
+        cache, num_seqs, q.shape[-2], q_len, scale, softcap, alibi_slopes, window, sinks, sink_logits, kv_start, q_start, mask, pinned,
+        rope,
+    )  # fmt: skip
     if mask is not None and mask.shape[1] < q_len:
         raise ShapeError(f"mask: expected at least {q_len} tokens, q's, got {list(mask.shape)}")
     if max_seq_len is not None:
@@ -247,4 +259,4 @@ def decode_config(q: torch.Tensor, cache: KVCache, options: Options, arch: str) 
     shape = shape_of_work(q.dtype, cache, arch)
     by_page = cache.k_format.scale == "page_channel"
     config = default_decode(arch, *shape, rows, cache.page_size, options.is_plain, cache.v_is_k, is_decoded(cache), by_page)
-    return config if options.mask is None else with_tree(config)
+    return with_options(config, options)

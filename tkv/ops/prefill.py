@@ -19,6 +19,7 @@ from tkv.ops.attention import (
     check_out,
     check_queries,
     check_table,
+    check_visible,
     check_workspace,
     kernel_for,
     launch_attention,
@@ -36,12 +37,12 @@ from tkv.ops.checks import (
     check_cache,
     check_flag,
     check_int,
-    check_pages,
     check_ragged,
     check_tensor,
     checks_on,
 )
 from tkv.ops.launch import FLUSHES_FP16, Launch, arch_name, check_launchable, interpreting, num_sms
+from tkv.rope import Rope
 from tkv.tune.configs import AttentionConfig, deterministic_plan, split_plan
 
 
@@ -63,6 +64,8 @@ def prefix_prefill(
     kv_start: torch.Tensor | None = None,
     q_start: torch.Tensor | None = None,
     mask: torch.Tensor | None = None,
+    pinned: int = 0,
+    rope: Rope | None = None,
     max_q_len: int | None = None,
     max_seq_len: int | None = None,
     return_lse: bool = False,
@@ -94,8 +97,9 @@ def prefix_prefill(
         cu_seqlens: ``[num_seqs + 1]`` int32 or int64, from 0 on and never falling; a sequence may have no new tokens. Rows of q past the
             last one belong to no sequence: they see nothing.
         scale, softcap, alibi_slopes, window, sinks, sink_logits: as in `paged_decode`.
-        kv_start: ``[num_seqs]`` int32 or int64, position of each sequence's logical key 0; 0 if None.
+        kv_start: ``[num_seqs]`` int32 or int64, at least 0: the position of logical key j is ``kv_start + j``; 0 if None.
         q_start: ``[num_seqs]`` int32 or int64, position of each sequence's first new token; ``prefix_len + kv_start`` if None.
+        pinned, rope: as in `paged_decode`; k comes unrotated too.
         mask: ``[num_seqs, M, M]`` bool, M at least the new tokens of any sequence: tree attention among them, as in `paged_decode`.
         max_q_len: a hint for the most new tokens of a sequence; total_tokens if None. Never a condition of correctness.
         max_seq_len: a hint for the most keys of a sequence, new ones included; by the width of the table if None.
@@ -136,8 +140,9 @@ def prefix_prefill(
     check_tensor("prefix_lens", prefix_lens, (num_seqs,), INTEGERS, device)
     check_tensor("cu_seqlens", cu_seqlens, (num_seqs + 1,), INTEGERS, device)
     options = check_options(
-        cache, num_seqs, q.shape[1], scale, softcap, alibi_slopes, window, sinks, sink_logits, kv_start, q_start, mask
-    )
+        cache, num_seqs, q.shape[1], min(q.shape[0], 128), scale, softcap, alibi_slopes, window, sinks, sink_logits, kv_start, q_start,
+        mask, pinned, rope,
+    )  # fmt: skip
     for name, hint in (("max_q_len", max_q_len), ("max_seq_len", max_seq_len)):
         if hint is not None:
             check_int(name, hint, 0)
@@ -271,7 +276,7 @@ def fresh_of(
     compute = torch.float32 if q_dtype == torch.float16 and arch in FLUSHES_FP16 else q_dtype
     # Native numbers of a cache are multiplied with the same pieces of q as new ones.
     dtypes = [triton_dtype(compute), triton_dtype(compute)] if not cache.is_native else [kernel.attend.DTYPE, kernel.attend.P_DTYPE]
-    attend = kernel.attend._replace(PAGE_SIZE=0, DTYPE=dtypes[0], P_DTYPE=dtypes[1], V_IS_K=False, ONE_POSITION=False)
+    attend = kernel.attend._replace(PAGE_SIZE=0, DTYPE=dtypes[0], P_DTYPE=dtypes[1], V_IS_K=False, HAS_PINNED=False, ONE_POSITION=False)
     sources, constants = [], []
     for x, storage in ((k, kernel.k), (v, kernel.v)):
         token, head = x.stride()[:2]
@@ -306,4 +311,4 @@ def _check_values(
     starts = torch.zeros_like(prefix_lens) if options.kv_start is None else options.kv_start
     first = prefix_lens + starts if options.q_start is None else options.q_start
     lens = prefix_lens + q_lens if add_new else prefix_lens
-    check_pages("prefix_lens", page_table, lens, options.kv_start, first, first + q_lens - 1, options.window, options.sinks, cache)
+    check_visible("prefix_lens", page_table, lens, first, first + q_lens - 1, options, cache)

@@ -7,7 +7,9 @@ import math
 import torch
 
 from tkv.cache import KVCache
+from tkv.reference.rope import rotate
 from tkv.reference.storage import gather
+from tkv.rope import Rope
 
 
 def visible(
@@ -69,6 +71,57 @@ def look(
     return torch.where(new < 0, _visible(distance, k_positions, window, sinks), seen), distance
 
 
+def products(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Products of queries and keys with grouped heads, and their magnitudes.
+
+    Args:
+        q: ``[rows, num_q_heads, head_dim]``.
+        k: ``[keys, num_kv_heads, head_dim]``.
+
+    Returns:
+        ``q.k`` and ``sum |q_i k_i|``, both ``[rows, num_q_heads, keys]`` float64.
+
+    Example:
+        >>> products(torch.tensor([[[1.0, -1.0]]]), torch.tensor([[[3.0, 2.0]]]))
+        (tensor([[[1.]]], dtype=torch.float64), tensor([[[5.]]], dtype=torch.float64))
+    """
+    q, k = q.double(), k.double().repeat_interleave(q.shape[1] // k.shape[1], 1)
+    return torch.einsum("rhd,khd->rhk", q, k), torch.einsum("rhd,khd->rhk", q.abs(), k.abs())
+
+
+def rotated_products(
+    q: torch.Tensor, k: torch.Tensor, q_positions: torch.Tensor, k_positions: torch.Tensor, rope: Rope, window: int | None, sinks: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`products` of what comes unrotated, as `tkv.paged_decode` has them with ``rope=``.
+
+    Args:
+        q, k: as for `products`.
+        q_positions, k_positions: ``[rows]`` and ``[keys]``.
+        rope, window, sinks: as in :func:`tkv.paged_decode`.
+
+    Returns:
+        As `products`.
+
+    Example:
+        >>> rope = Rope.of(8, 2)
+        >>> q, k = torch.tensor([[[1.0, 0.0]]]), torch.tensor([[[1.0, 0.0]]])
+        >>> x, _ = rotated_products(q, k, torch.tensor([1000]), torch.tensor([998]), rope, window=4, sinks=0)
+        >>> round(x.item(), 6) == round(math.cos(2.0), 6)
+        True
+    """
+    rows = []
+    for of_row, p in zip(q.double(), q_positions.tolist()):
+        if window is None:
+            rows.append(products(rotate(of_row[None], q_positions.new_tensor([p]), rope), rotate(k, k_positions, rope)))
+            continue
+        is_sink = k_positions < sinks
+        turned = rotate(k, torch.where(is_sink, k_positions, k_positions - p), rope)
+        for_sinks, for_others = (rotate(of_row[None], q_positions.new_tensor([turn]), rope) for turn in (min(p, sinks + window - 1), 0))
+        (x, size), (other_x, other_size) = products(for_sinks, turned), products(for_others, turned)
+        rows.append((torch.where(is_sink, x, other_x), torch.where(is_sink, size, other_size)))
+    return torch.cat([x for x, _ in rows]), torch.cat([size for _, size in rows])
+
+
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -80,6 +133,7 @@ def attention(
     softcap: float | None = None,
     alibi_slopes: torch.Tensor | None = None,
     sink_logits: torch.Tensor | None = None,
+    qk: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Softmax attention of one sequence, with grouped heads.
 
@@ -89,6 +143,7 @@ def attention(
         mask: ``[rows, keys]`` bool, what is visible.
         distance: ``[rows, keys]`` position of the query minus position of the key.
         scale, softcap, alibi_slopes, sink_logits: as in :func:`tkv.paged_decode`.
+        qk: what to take instead of ``products(q, k)``.
 
     Returns:
         out ``[rows, num_q_heads, v_head_dim]``, lse ``[rows, num_q_heads]``, and for error bounds: the magnitude of the output,
@@ -104,9 +159,9 @@ def attention(
     group = q.shape[1] // k.shape[1]
     q = q.double()
     # What no row sees may hold NaN.
-    k, v = (x.double().where(mask.any(0)[:, None, None], 0.0).repeat_interleave(group, 1) for x in (k, v))
-    x = scale * torch.einsum("rhd,khd->rhk", q, k)
-    size = abs(scale) * torch.einsum("rhd,khd->rhk", q.abs(), k.abs())
+    k, v = (x.double().where(mask.any(0)[:, None, None], 0.0) for x in (k, v))
+    v = v.repeat_interleave(group, 1)
+    x, size = (scale * part for part in qk or products(q, k))
     if softcap is not None:
         x = softcap * torch.tanh(x / softcap)
     if alibi_slopes is not None:
@@ -140,6 +195,8 @@ def paged_decode(
     kv_start: torch.Tensor | None = None,
     q_start: torch.Tensor | None = None,
     mask: torch.Tensor | None = None,
+    pinned: int = 0,
+    rope: Rope | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Attention of new query rows over a paged cache, as :func:`tkv.paged_decode`, one sequence after the other.
 
@@ -161,7 +218,8 @@ def paged_decode(
     cu_seqlens = torch.arange(num_seqs + 1) * q_len
     results = _attend(
         rows.flatten(0, 1), None, None, cache, page_table, seq_lens, starts, seq_lens + starts - q_len if q_start is None else q_start,
-        cu_seqlens, window, sinks, mask, scale=scale, softcap=softcap, alibi_slopes=alibi_slopes, sink_logits=sink_logits,
+        cu_seqlens, window, sinks, mask, pinned, rope,
+        scale=scale, softcap=softcap, alibi_slopes=alibi_slopes, sink_logits=sink_logits,
     )  # fmt: skip
     out, lse, out_size, score_size = (part.view(*q.shape[:-1], *part.shape[2:]) for part in results)
     return out, lse, out_size, score_size
@@ -185,6 +243,8 @@ def prefix_prefill(
     kv_start: torch.Tensor | None = None,
     q_start: torch.Tensor | None = None,
     mask: torch.Tensor | None = None,
+    pinned: int = 0,
+    rope: Rope | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Attention of ragged new tokens over their prefixes and themselves, as :func:`tkv.prefix_prefill`.
 
@@ -205,14 +265,15 @@ def prefix_prefill(
     lens = prefix_lens + cu_seqlens.diff() if k is None and q_start is None else prefix_lens
     return _attend(
         q, k, v, cache, page_table, lens, starts, prefix_lens + starts if q_start is None else q_start, cu_seqlens, window, sinks, mask,
-        scale=scale, softcap=softcap, alibi_slopes=alibi_slopes, sink_logits=sink_logits,
+        pinned, rope, scale=scale, softcap=softcap, alibi_slopes=alibi_slopes, sink_logits=sink_logits,
     )  # fmt: skip
 
 
 def _attend(
     q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, cache: KVCache, page_table: torch.Tensor, lens: torch.Tensor,
     kv_start: torch.Tensor, q_start: torch.Tensor, cu_seqlens: torch.Tensor, window: int | None, sinks: int, mask: torch.Tensor | None,
-    *, scale: float | None, softcap: float | None, alibi_slopes: torch.Tensor | None, sink_logits: torch.Tensor | None,
+    pinned: int, rope: Rope | None, *, scale: float | None, softcap: float | None, alibi_slopes: torch.Tensor | None,
+    sink_logits: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Ragged rows, one sequence after the other; cached keys first, then new ones. Rows of no sequence see nothing."""
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
@@ -227,7 +288,7 @@ def _attend(
         num_keys = min(max(int(lens[seq]), 0), page_table.shape[1] * cache.page_size)
         first, keys = int(q_start[seq]), torch.arange(num_keys, device=q.device)
         tree = None if mask is None else mask[seq]
-        seen, distance = look(first, end - begin, int(kv_start[seq]) + keys, window, sinks, tree)
+        seen, distance = look(first, end - begin, keys + int(kv_start[seq]) * (keys >= pinned), window, sinks, tree)
         # Pages that no row sees are not followed, nor are ids outside of the cache.
         pages = page_table[seq, keys // cache.page_size]
         seen &= ((pages >= 0) & (pages < cache.num_pages))[None, :]
@@ -239,9 +300,15 @@ def _attend(
             new_seen, new_distance = look(first, end - begin, first + new, window, sinks, tree)
             seen, distance = torch.cat([seen, new_seen], 1), torch.cat([distance, new_distance], 1)
             all_k, all_v = torch.cat([all_k, k[begin:end].double()]), torch.cat([all_v, v[begin:end].double()])
+        qk = None
+        if rope is not None:
+            depths = torch.arange(end - begin, device=q.device) if tree is None else tree[: end - begin, : end - begin].sum(1) - 1
+            q_positions = first + depths
+            qk = rotated_products(q[begin:end], all_k, q_positions, q_positions[0] - distance[0], rope, window, sinks)
         out[begin:end], lse[begin:end], out_size[begin:end], score_size[begin:end] = attention(
-            q[begin:end], all_k, all_v, seen, distance, scale=scale, softcap=softcap, alibi_slopes=alibi_slopes, sink_logits=sink_logits
-        )
+            q[begin:end], all_k, all_v, seen, distance, scale=scale, softcap=softcap, alibi_slopes=alibi_slopes, sink_logits=sink_logits,
+            qk=qk,
+        )  # fmt: skip
     return out, lse, out_size, score_size
 
 

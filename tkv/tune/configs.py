@@ -85,6 +85,16 @@ def with_tree(config: AttentionConfig) -> AttentionConfig:
     return replace(config, block_m=min(config.block_m, 64), block_n=min(config.block_n, 32))
 
 
+def with_rope(config: AttentionConfig) -> AttentionConfig:
+    """The config of a call that rotates keys: both numbers of a pair, their cosine and sine take four times the registers of a tile.
+
+    Example:
+        >>> with_rope(AttentionConfig(16, 128, num_warps=4, num_stages=2))
+        AttentionConfig(block_m=16, block_n=32, num_warps=8, num_stages=1, split_len=None, max_registers=None)
+    """
+    return replace(config, block_m=min(config.block_m, 64), block_n=min(config.block_n, 32), num_warps=8, num_stages=1)
+
+
 @lru_cache(maxsize=4096)
 def default_decode(
     arch: str, head_dim: int, bits: int, compute_bits: int, rows: int, page_size: int, plain: bool, shared: bool = False,

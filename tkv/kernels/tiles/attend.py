@@ -6,12 +6,12 @@ Rows come as pieces of q (see `pieces`), and so goes the accumulator. Scores are
 import triton
 import triton.language as tl
 
-from tkv.kernels.tiles import codec
 from tkv.kernels.tiles.dots import dot, round_to
-from tkv.kernels.tiles.paging import locate, offsets_of
-from tkv.kernels.tiles.pieces import natural, piece_dims, run_words, zeros
+from tkv.kernels.tiles.load import load_channels, load_keys, load_pieces, load_token_scales
+from tkv.kernels.tiles.paging import locate
+from tkv.kernels.tiles.pieces import natural, piece_dims, zeros
 from tkv.kernels.tiles.softmax import LOG2_E, softmax_step
-from tkv.kernels.tiles.visibility import in_window, place_new_keys, seen_keys, tile_of
+from tkv.kernels.tiles.visibility import depths_of_new_keys, in_window, place_new_keys, positions_of, seen_keys, tile_of
 
 
 @triton.jit
@@ -57,125 +57,6 @@ def added_by(weights, p, scales, minima, unit):
 
 
 @triton.jit
-def load_columns(stored, offsets, head, seen, columns, in_row, TRANSPOSED: tl.constexpr, STORAGE: tl.constexpr):
-    """Words of a tile of keys at some columns, [BLOCK_N, columns] or transposed; 0 for keys that are not seen."""
-    # Strides such as 40 words are no multiple of 16, so the compiler has to be told that rows are aligned.
-    ALIGN: tl.constexpr = STORAGE.ALIGN
-    base = stored.ptr + tl.multiple_of(head * stored.strides.head, ALIGN)
-    offsets = tl.multiple_of(offsets, ALIGN)
-    if TRANSPOSED:
-        return tl.load(base + (columns[:, None] + offsets[None, :]), mask=in_row[:, None] & seen[None, :], other=0)
-    else:
-        return tl.load(base + (offsets[:, None] + columns[None, :]), mask=seen[:, None] & in_row[None, :], other=0)
-
-
-@triton.jit
-def load_words(stored, offsets, head, seen, RUN: tl.constexpr, TRANSPOSED: tl.constexpr, STORAGE: tl.constexpr):
-    """A run of words of a tile of keys."""
-    columns = run_words(RUN, STORAGE)
-    return load_columns(stored, offsets, head, seen, columns, columns < STORAGE.DIM // STORAGE.PLANES, TRANSPOSED, STORAGE)
-
-
-@triton.jit
-def load_token_scales(stored, pages, rows, head, seen, STORAGE: tl.constexpr):
-    """(scales, minima), [BLOCK_N] float32: where they are folded, one a token and head; 0 for keys that are not seen."""
-    base = stored.scale_ptr + head * stored.scale_strides.head
-    words = tl.load(base + offsets_of(pages, rows, stored.scale_strides), mask=seen, other=0)
-    if STORAGE.ASYMMETRIC:
-        scales, minima = codec.split_pair(words)
-        return scales.to(tl.float32), minima.to(tl.float32)
-    else:
-        return words, tl.zeros([seen.shape[0]], tl.float32)
-
-
-@triton.jit
-def load_piece_scales(stored, pages, rows, head, seen, num_pages, PIECE: tl.constexpr, TRANSPOSED: tl.constexpr, STORAGE: tl.constexpr):
-    """Scale words that go with a piece of a tile of keys, in a shape that broadcasts to it."""
-    dims, in_row = piece_dims(PIECE, STORAGE)
-    base = stored.scale_ptr + head * stored.scale_strides.head
-    if STORAGE.SCALE == "page_channel":
-        if pages.type.is_block():
-            columns = dims[:, None] + (pages * stored.scale_strides.page)[None, :]
-            return tl.load(base + columns, mask=in_row[:, None] & seen[None, :], other=0)
-        else:
-            in_page = in_row & (pages >= 0) & (pages < num_pages)
-            return tl.load(base + pages * stored.scale_strides.page + dims, mask=in_page, other=0)[:, None]
-    else:
-        offsets = base + offsets_of(pages, rows, stored.scale_strides)
-        if STORAGE.SCALE == "token_head":
-            columns = dims * 0
-        else:
-            columns = dims // STORAGE.GROUP
-        FIRST: tl.constexpr = PIECE * (STORAGE.DIM // 4)
-        LAST: tl.constexpr = FIRST + STORAGE.DIM // 4 - 1
-        IS_ONE: tl.constexpr = STORAGE.PLANES == 4 and STORAGE.RUNS == 1 and FIRST // STORAGE.GROUP == LAST // STORAGE.GROUP
-        if STORAGE.SCALE == "token_head" or IS_ONE:
-            words = tl.load(offsets + (FIRST // STORAGE.GROUP if IS_ONE else 0), mask=seen, other=0)
-            return words[None, :] if TRANSPOSED else words[:, None]
-        elif TRANSPOSED:
-            return tl.load(offsets[None, :] + columns[:, None], mask=in_row[:, None] & seen[None, :], other=0)
-        else:
-            return tl.load(offsets[:, None] + columns[None, :], mask=seen[:, None] & in_row[None, :], other=0)
-
-
-@triton.jit
-def numbers_of(codes, scale_words, DTYPE: tl.constexpr, STORAGE: tl.constexpr, TARGET: tl.constexpr):
-    """A piece of codes as numbers, where scales are not folded."""
-    if STORAGE.ASYMMETRIC:
-        scales, minima = codec.split_pair(scale_words)
-    else:
-        scales, minima = scale_words, scale_words
-    if STORAGE.SCALE == "token_head":
-        return codes.to(tl.float32) * scales.to(tl.float32) + minima.to(tl.float32)
-    else:
-        return codec.decoded(codes, scales, minima, STORAGE, TARGET).to(DTYPE)
-
-
-@triton.jit
-def load_pieces(
-    stored, words, pages, rows, head, seen, num_pages,
-    TRANSPOSED: tl.constexpr, DTYPE: tl.constexpr, STORAGE: tl.constexpr, TARGET: tl.constexpr,
-):  # fmt: skip
-    """(pieces of a tile of keys in DTYPE, the words of its first run). If `words` are not None, they are those words already."""
-    PIECES: tl.constexpr = STORAGE.RUNS * STORAGE.PLANES
-    RUNS: tl.constexpr = STORAGE.RUNS
-    PLANES: tl.constexpr = STORAGE.PLANES
-    offsets = offsets_of(pages, rows, stored.strides)
-    pieces = ()
-    if STORAGE.CODE == "native":
-        for piece in tl.static_range(PIECES):
-            if words is None or piece > 0:
-                dims, in_row = piece_dims(piece, STORAGE)
-                tile = load_columns(stored, offsets, head, seen, dims, in_row, TRANSPOSED, STORAGE)
-            else:
-                tile = words
-            if piece == 0:
-                words = tile
-            pieces = pieces + (tile.to(DTYPE),)
-    else:
-        for run in tl.static_range(RUNS):
-            if words is None or run > 0:
-                tile = load_words(stored, offsets, head, seen, run, TRANSPOSED, STORAGE)
-            else:
-                tile = words
-            if run == 0:
-                words = tile
-            codes = codec.unpack(tile, STORAGE, TARGET)
-            for plane in tl.static_range(PLANES):
-                if STORAGE.FOLDED:
-                    piece = codes[plane].to(DTYPE)
-                else:
-                    # Both dims of an 8-bit word are in one group.
-                    if plane == 0 or PLANES == 4 or STORAGE.SCALE != "group":
-                        scale_words = load_piece_scales(
-                            stored, pages, rows, head, seen, num_pages, run * PLANES + plane, TRANSPOSED, STORAGE
-                        )
-                    piece = numbers_of(codes[plane], scale_words, DTYPE, STORAGE, TARGET)
-                pieces = pieces + (piece,)
-    return pieces, words
-
-
-@triton.jit
 def start(BLOCK_M: tl.constexpr, V: tl.constexpr):
     """The state before the first tile: (best, total, accumulator, unit of the accumulator, its largest so far, what to add to all dims)."""
     best = tl.full([BLOCK_M], -float("inf"), tl.float32)
@@ -186,17 +67,76 @@ def start(BLOCK_M: tl.constexpr, V: tl.constexpr):
 
 
 @triton.jit
+def score_tile(
+    q, q_sum, rows_scale, positions, slopes, tree, source, where, num_pages, head, kv_start, bounds, limits, turn, first_key,
+    MASKED: tl.constexpr, ATTEND: tl.constexpr, K: tl.constexpr, ROPE: tl.constexpr, TARGET: tl.constexpr,
+):  # fmt: skip
+    """Raw scores of the tile of keys from `first_key` on, [BLOCK_M, BLOCK_N], -inf where a row does not see a key.
+
+    Also what takes them to log2 units, which keys some row sees, where they are, and the first run of K's words.
+    """
+    K_PIECES: tl.constexpr = K.RUNS * K.PLANES
+    keys = first_key + tl.arange(0, ATTEND.BLOCK_N)
+    if MASKED:
+        seen = seen_keys(keys, bounds)
+    else:
+        seen = tl.full([ATTEND.BLOCK_N], True, tl.int1)
+    pages, rows, seen = locate(first_key, seen, where, num_pages, ATTEND.PAGE_SIZE, ATTEND.BLOCK_N)
+    key_positions = positions_of(keys, kv_start, limits.pinned, ATTEND.HAS_PINNED)
+    rope, base = turn
+    turns = key_positions
+    if ROPE.DIM > 0:
+        if ATTEND.HAS_TREE:
+            turns = depths_of_new_keys(key_positions, tree)
+        turns = turns - base
+
+    k, words = load_keys(source.k, pages, rows, head, seen, num_pages, turns, rope, ATTEND.DTYPE, K, ROPE, TARGET)
+    x = tl.full([positions.shape[0], ATTEND.BLOCK_N], 0.0, tl.float32)
+    for piece in tl.static_range(K_PIECES):
+        x = dot(q[piece], k[piece], x, TARGET)
+    if K.SCALE == "token_head" and K.FOLDED:
+        k_scales, k_minima = load_token_scales(source.k, pages, rows, head, seen, K)
+        x = x * k_scales[None, :]
+        if K.ASYMMETRIC:
+            x = x + q_sum[:, None] * k_minima[None, :]
+
+    visible = seen[None, :]
+    key_positions = key_positions[None, :]
+    if MASKED and not ATTEND.ONE_POSITION:
+        if ATTEND.HAS_TREE:
+            key_positions, allowed = place_new_keys(key_positions, tree)
+            visible = visible & allowed
+        else:
+            visible = visible & (positions[:, None] >= key_positions)
+        if ATTEND.HAS_WINDOW:
+            visible = visible & in_window(positions[:, None] - key_positions, key_positions, limits.window, limits.sinks)
+            # Windows of rows that stand far apart leave keys between them, which may hold anything.
+            seen = seen & (tl.max(visible.to(tl.int32), axis=0) > 0)
+    scale = rows_scale
+    if ATTEND.HAS_SOFTCAP or ATTEND.HAS_ALIBI:
+        x = x * rows_scale[:, None]
+        if ATTEND.HAS_SOFTCAP:
+            x = limits.softcap * LOG2_E * tanh(x / (limits.softcap * LOG2_E))
+        if ATTEND.HAS_ALIBI:
+            x = x - slopes[:, None] * LOG2_E * (positions[:, None] - key_positions).to(tl.float32)
+        scale = tl.full([positions.shape[0]], 1.0, tl.float32)
+    if MASKED or ATTEND.PAGE_SIZE != 0:
+        x = tl.where(visible, x, -float("inf"))
+    return x, scale, seen, pages, rows, words
+
+
+@triton.jit
 def attend_tiles(
-    state, q, q_sum, rows_scale, positions, slopes, tree, source, where, num_pages, head, kv_start, bounds, visits, limits,
+    state, q, q_sum, rows_scale, positions, slopes, tree, source, where, num_pages, head, kv_start, bounds, visits, limits, turn,
     first, last, gap_at, gap,
-    MASKED: tl.constexpr, ATTEND: tl.constexpr, K: tl.constexpr, V: tl.constexpr, TARGET: tl.constexpr,
+    MASKED: tl.constexpr, ATTEND: tl.constexpr, K: tl.constexpr, V: tl.constexpr, ROPE: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     """The state after visits first..last - 1 of a source of keys, or from `gap_at` on those `gap` later.
 
     Args: q: pieces [BLOCK_M, words]; q_sum, rows_scale, positions, slopes: [BLOCK_M]; head: int64; bounds, visits, tree: see
-    `visibility`; source, where: see `locate`; MASKED: some row does not see some key of some visit; otherwise there is no gap.
+    `visibility`; source, where: see `locate`; turn: tables of the rotation, and what is taken off keys' positions before; MASKED: some
+    row does not see some key of some visit; otherwise there is no gap.
     """
-    K_PIECES: tl.constexpr = K.RUNS * K.PLANES
     V_PIECES: tl.constexpr = V.RUNS * V.PLANES
     best, total, acc, unit, peak, added = state
     # With masks there are a few tiles at the ends: nothing to keep in flight for.
@@ -205,45 +145,10 @@ def attend_tiles(
             first_key = tile_of(visit + tl.where(visit >= gap_at, gap, 0), visits) * ATTEND.BLOCK_N
         else:
             first_key = (visit + (visits[2] - visits[1])) * ATTEND.BLOCK_N
-        keys = first_key + tl.arange(0, ATTEND.BLOCK_N)
-        if MASKED:
-            seen = seen_keys(keys, bounds)
-        else:
-            seen = tl.full([ATTEND.BLOCK_N], True, tl.int1)
-        pages, rows, seen = locate(first_key, seen, where, num_pages, ATTEND.PAGE_SIZE, ATTEND.BLOCK_N)
-
-        k, words = load_pieces(source.k, None, pages, rows, head, seen, num_pages, True, ATTEND.DTYPE, K, TARGET)
-        x = tl.full([positions.shape[0], ATTEND.BLOCK_N], 0.0, tl.float32)
-        for piece in tl.static_range(K_PIECES):
-            x = dot(q[piece], k[piece], x, TARGET)
-        if K.SCALE == "token_head" and K.FOLDED:
-            k_scales, k_minima = load_token_scales(source.k, pages, rows, head, seen, K)
-            x = x * k_scales[None, :]
-            if K.ASYMMETRIC:
-                x = x + q_sum[:, None] * k_minima[None, :]
-
-        visible = seen[None, :]
-        key_positions = (keys + kv_start)[None, :]
-        if MASKED and not ATTEND.ONE_POSITION:
-            if ATTEND.HAS_TREE:
-                key_positions, allowed = place_new_keys(keys + kv_start, tree)
-                visible = visible & allowed
-            else:
-                visible = visible & (positions[:, None] >= key_positions)
-            if ATTEND.HAS_WINDOW:
-                visible = visible & in_window(positions[:, None] - key_positions, key_positions, limits.window, limits.sinks)
-                # Windows of rows that stand far apart leave keys between them, which may hold anything.
-                seen = seen & (tl.max(visible.to(tl.int32), axis=0) > 0)
-        scale = rows_scale
-        if ATTEND.HAS_SOFTCAP or ATTEND.HAS_ALIBI:
-            x = x * rows_scale[:, None]
-            if ATTEND.HAS_SOFTCAP:
-                x = limits.softcap * LOG2_E * tanh(x / (limits.softcap * LOG2_E))
-            if ATTEND.HAS_ALIBI:
-                x = x - slopes[:, None] * LOG2_E * (positions[:, None] - key_positions).to(tl.float32)
-            scale = tl.full([positions.shape[0]], 1.0, tl.float32)
-        if MASKED or ATTEND.PAGE_SIZE != 0:
-            x = tl.where(visible, x, -float("inf"))
+        x, scale, seen, pages, rows, words = score_tile(
+            q, q_sum, rows_scale, positions, slopes, tree, source, where, num_pages, head, kv_start, bounds, limits, turn, first_key,
+            MASKED, ATTEND, K, ROPE, TARGET,
+        )  # fmt: skip
         p, decay, best, total = softmax_step(x, best, total, scale, ATTEND.LIFT, K.SCALE == "token_head" and K.FOLDED)
 
         if ATTEND.V_IS_K:
@@ -271,9 +176,9 @@ def attend_tiles(
 
 @triton.jit
 def attend_source(
-    state, q, q_sum, rows_scale, positions, slopes, tree, source, where, num_pages, head, kv_start, bounds, visits, full, limits,
+    state, q, q_sum, rows_scale, positions, slopes, tree, source, where, num_pages, head, kv_start, bounds, visits, full, limits, turn,
     first, last,
-    ATTEND: tl.constexpr, K: tl.constexpr, V: tl.constexpr, TARGET: tl.constexpr,
+    ATTEND: tl.constexpr, K: tl.constexpr, V: tl.constexpr, ROPE: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     """The state after visits first..last - 1: the full ones without masks, then what is left of them on either side."""
     last = tl.maximum(last, first)
@@ -281,12 +186,12 @@ def attend_source(
     full_to = tl.minimum(tl.maximum(full[1], full_from), last)
     state = attend_tiles(
         state, q, q_sum, rows_scale, positions, slopes, tree, source, where, num_pages, head, kv_start, bounds, visits, limits,
-        full_from, full_to, 0, 0, False, ATTEND, K, V, TARGET,
+        turn, full_from, full_to, 0, 0, False, ATTEND, K, V, ROPE, TARGET,
     )  # fmt: skip
     gap = full_to - full_from
     return attend_tiles(
         state, q, q_sum, rows_scale, positions, slopes, tree, source, where, num_pages, head, kv_start, bounds, visits, limits,
-        first, last - gap, full_from, gap, True, ATTEND, K, V, TARGET,
+        turn, first, last - gap, full_from, gap, True, ATTEND, K, V, ROPE, TARGET,
     )  # fmt: skip
 
 
@@ -308,7 +213,7 @@ def true_numbers(acc, factor, added, stored, head, V: tl.constexpr):
         numbers = acc[piece] * factor[:, None]
         if V.SCALE == "channel":
             dims, in_row = piece_dims(piece, V)
-            numbers = numbers * tl.load(stored.scale_ptr + head * stored.scale_strides.head + dims, mask=in_row, other=0.0)[None, :]
+            numbers = numbers * load_channels(stored, head, dims, in_row)[None, :]
         if V.ASYMMETRIC and V.SCALE == "token_head" and V.FOLDED:
             numbers = numbers + added[:, None]
         pieces = pieces + (numbers,)
@@ -322,3 +227,10 @@ def change_units(state, ratio, v_unit, stored, head, V: tl.constexpr):
     acc = true_numbers(acc, tl.zeros_like(best) + unit * v_unit, added, stored, head, V)
     one = tl.full([], 1.0, tl.float32)
     return best * ratio, total, natural(acc, V), one, one, tl.zeros_like(added)
+
+
+@triton.jit
+def in_score_unit(state, rows_scale, new_rows_scale, ATTEND: tl.constexpr):
+    """A state whose raw scores are from now on those of another q, which another scale takes to log2 units."""
+    best, total, acc, unit, peak, added = state
+    return best * (score_unit(rows_scale, ATTEND) / score_unit(new_rows_scale, ATTEND)), total, acc, unit, peak, added

@@ -9,7 +9,9 @@ import triton.language as tl
 
 from tkv.kernels.tiles import codec
 from tkv.kernels.tiles.dots import round_to
+from tkv.kernels.tiles.load import load_channels, turned_unit
 from tkv.kernels.tiles.pieces import piece_dims
+from tkv.kernels.tiles.rope import load_angles, partner_of
 from tkv.kernels.tiles.softmax import LOG2_E
 
 
@@ -97,16 +99,20 @@ def rows_of(row_tile, num_rows, head, group, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def load_query(
-    q_ptr, in_rows, scale, stored, head,
-    DTYPE: tl.constexpr, K: tl.constexpr, TARGET: tl.constexpr,
+    q_ptr, in_rows, scale, stored, head, turns, rope,
+    DTYPE: tl.constexpr, K: tl.constexpr, ROPE: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """(pieces of q in the dots' dtype, their sum over dims, what takes their raw scores to log2 units), [BLOCK_M].
+    """(pieces of q in the dots' dtype, rotated by `turns` if there is a ROPE; their sum over dims; what takes raw scores to log2 units).
 
-    For a quantised cache q is computed with in fp16: each row is brought to [2^14, 2^15) by a power of two, which loses
-    nothing of numbers down to 2^-28 of the largest.
+    All are [BLOCK_M]. For a quantised cache q is computed with in fp16: each row is brought to [2^14, 2^15) by a power of two, which
+    loses nothing of numbers down to 2^-28 of the largest.
     """
     K_PIECES: tl.constexpr = K.RUNS * K.PLANES
-    factor = (tl.zeros([in_rows.shape[0]], tl.float32) + scale).to(tl.float32) * (LOG2_E * codec.unit(K, TARGET))
+    if ROPE.DIM > 0:
+        unit = turned_unit(DTYPE, K)
+    else:
+        unit = codec.unit(K, TARGET)
+    factor = (tl.zeros([in_rows.shape[0]], tl.float32) + scale).to(tl.float32) * (LOG2_E * unit)
     if K.SCALE == "tensor":
         factor = factor * tl.load(stored.scale_ptr)
     elif K.SCALE == "head":
@@ -117,12 +123,17 @@ def load_query(
     for piece in tl.static_range(K_PIECES):
         dims, in_row = piece_dims(piece, K)
         part = tl.load(q_ptr[:, None] + dims[None, :], mask=in_rows[:, None] & in_row[None, :], other=0.0)
+        if ROPE.DIM > 0:
+            in_pair = in_rows[:, None] & (in_row & (dims < ROPE.DIM))[None, :]
+            partner = tl.load(q_ptr[:, None] + partner_of(dims, ROPE)[None, :], mask=in_pair, other=0.0)
+            cos, sin = load_angles(rope, dims[None, :], turns[:, None], ROPE)
+            part = part.to(tl.float32) * cos + partner.to(tl.float32) * sin
         if K.CODE == "native":
-            part = part.to(DTYPE)
+            part = round_to(part, DTYPE, TARGET) if ROPE.DIM > 0 else part.to(DTYPE)
         else:
             part = part.to(tl.float32)
-            if K.SCALE == "channel":
-                part = part * tl.load(stored.scale_ptr + head * stored.scale_strides.head + dims, mask=in_row, other=0.0)[None, :]
+            if K.SCALE == "channel" and ROPE.DIM == 0:
+                part = part * load_channels(stored, head, dims, in_row)[None, :]
             largest = tl.maximum(largest, tl.max(tl.abs(part), axis=1))
         q = q + (part,)
     if K.CODE != "native":
