@@ -12,6 +12,7 @@ from tkv.ops.gather import gather_window
 from tkv.ops.merge import merge_states
 from tkv.ops.prefill import prefix_prefill
 from tkv.ops.quantize import quantize_pages
+from tkv.ops.scores import key_scores
 from tkv.ops.write import write_kv
 from tkv.pages import CacheManager, PagePool
 from tkv.rope import Rope
@@ -31,6 +32,7 @@ __all__ = [
     "errors",
     "find_shared_levels",
     "gather_window",
+    "key_scores",
     "load_scales",
     "merge_states",
     "paged_decode",

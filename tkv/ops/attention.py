@@ -16,7 +16,7 @@ from tkv.ops.checks import FLOATS, INTEGERS, MAX_POSITION, check_int, check_numb
 from tkv.ops.launch import FLUSHES_FP16, Launch, padded, paged_words, rope_args, storages, target_for
 from tkv.rope import Rope
 from tkv.tune import configs
-from tkv.tune.configs import AttentionConfig, default_prefill, with_rope, with_tree
+from tkv.tune.configs import AttentionConfig, default_decode, default_prefill, with_rope, with_tree
 
 MAX_GROUP = 128
 
@@ -349,17 +349,25 @@ def check_visible(
         raise RangeError(f"rope: expected tables for positions up to {int(last.max())}, got {rope.num_rows} rows")
 
 
-def with_options(config: AttentionConfig, options: Options) -> AttentionConfig:
+def with_options(config: AttentionConfig, cache: KVCache, options: Options) -> AttentionConfig:
     """The config with smaller tiles where an option needs the registers."""
     config = config if options.mask is None else with_tree(config)
-    return config if options.rope is None else with_rope(config)
+    return config if options.rope is None else with_rope(config, max(cache.head_dim, cache.v_head_dim))
+
+
+def decode_config(q_dtype: torch.dtype, cache: KVCache, options: Options, arch: str, rows: int) -> AttentionConfig:
+    """The default config of decoding so many rows (query rows x heads of a group) of each sequence."""
+    shape = shape_of_work(q_dtype, cache, arch)
+    by_page = cache.k_format.scale == "page_channel"
+    config = default_decode(arch, *shape, rows, cache.page_size, options.is_plain, cache.v_is_k, is_decoded(cache), by_page)
+    return with_options(config, cache, options)
 
 
 def prefill_config(q: torch.Tensor, cache: KVCache, options: Options, arch: str, rows: int) -> AttentionConfig:
     """The default config where up to so many rows (query rows x heads of a group) share their keys."""
     scaled = cache.k_format.is_dynamic or cache.v_format.is_dynamic
     config = default_prefill(arch, *shape_of_work(q.dtype, cache, arch), rows, options.is_plain, scaled, is_decoded(cache))
-    return with_options(config, options)
+    return with_options(config, cache, options)
 
 
 def triton_dtype(dtype: torch.dtype) -> Any:

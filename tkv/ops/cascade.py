@@ -19,6 +19,7 @@ from tkv.ops.attention import (
     Work,
     check_table,
     check_visible,
+    decode_config,
     kernel_for,
     launch_attention,
     launch_merge,
@@ -28,7 +29,7 @@ from tkv.ops.attention import (
     tree_of,
 )
 from tkv.ops.checks import INTEGERS, check_flag, check_int, check_pages, check_ragged, check_tensor, checks_on
-from tkv.ops.decode import check_decode, decode_config, plan_decode, row_positions
+from tkv.ops.decode import check_decode, plan_decode, row_positions
 from tkv.ops.launch import Launch, arch_name, interpreting, num_sms
 from tkv.rope import Rope
 from tkv.tune.configs import MIN_KEYS_SAVED, AttentionConfig, split_plan
@@ -180,7 +181,7 @@ def plan_cascade(
             max_splits=splits, min_tiles=tiles,
         )
         plans.append((work, kernel_for(q.dtype, cache, replace(options, pinned=0), own, arch, interpret)))
-    config = config or decode_config(q, cache, options, arch)
+    config = config or decode_config(q.dtype, cache, options, arch, q_len * group)
     row_tiles = -(-q_len * group // config.block_m)
     num_programs = num_seqs * num_kv_heads * row_tiles
     keys = options.max_visible(page_table.shape[1] * cache.page_size, max_seq_len, q_len)

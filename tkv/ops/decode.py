@@ -20,20 +20,18 @@ from tkv.ops.attention import (
     check_table,
     check_visible,
     check_workspace,
-    is_decoded,
+    decode_config,
     kernel_for,
     launch_attention,
     launch_merge,
     results_of,
     run_all,
-    shape_of_work,
     tree_of,
-    with_options,
 )
 from tkv.ops.checks import FLOATS, INTEGERS, check_cache, check_flag, check_int, check_tensor, checks_on
 from tkv.ops.launch import Launch, arch_name, check_launchable, interpreting, num_sms
 from tkv.rope import Rope
-from tkv.tune.configs import AttentionConfig, default_decode, deterministic_plan, split_plan
+from tkv.tune.configs import AttentionConfig, deterministic_plan, split_plan
 
 MAX_Q_LEN = 64
 
@@ -213,7 +211,7 @@ def plan_decode(
     if q.dim() == 3:
         q, out, lse = q.unsqueeze(1), out.unsqueeze(1), None if lse is None else lse.unsqueeze(1)
     num_seqs, q_len, num_q_heads, _ = q.shape
-    config = config or decode_config(q, cache, options, arch)
+    config = config or decode_config(q.dtype, cache, options, arch, q_len * num_q_heads // cache.num_kv_heads)
     scratch = Scratch(workspace)
     row_tiles = -(-q_len * num_q_heads // cache.num_kv_heads // config.block_m)
     num_programs = num_seqs * cache.num_kv_heads * row_tiles
@@ -251,12 +249,3 @@ def plan_decode(
     if parts is not None:
         launches.append(launch_merge(parts, results, kernel.target, q_len, sink_logits=options.sink_logits))
     return launches
-
-
-def decode_config(q: torch.Tensor, cache: KVCache, options: Options, arch: str) -> AttentionConfig:
-    """The default config of decoding q [num_seqs, q_len, num_q_heads, head_dim]."""
-    rows = q.shape[1] * q.shape[2] // cache.num_kv_heads
-    shape = shape_of_work(q.dtype, cache, arch)
-    by_page = cache.k_format.scale == "page_channel"
-    config = default_decode(arch, *shape, rows, cache.page_size, options.is_plain, cache.v_is_k, is_decoded(cache), by_page)
-    return with_options(config, options)

@@ -5,6 +5,7 @@ Every function takes the arguments of the op of the same name. Cached numbers ar
 
 from tkv.reference.attention import attention, look, merge_states, paged_decode, prefix_prefill, visible
 from tkv.reference.rope import rotate
+from tkv.reference.scores import key_scores
 from tkv.reference.storage import LARGEST, dequantize, encode, gather, gather_window, quantize_pages, scales_of, write_kv
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "encode",
     "gather",
     "gather_window",
+    "key_scores",
     "look",
     "merge_states",
     "paged_decode",

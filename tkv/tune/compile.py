@@ -30,6 +30,7 @@ from tkv.ops.merge import plan_merge
 from tkv.ops.prefill import plan_prefill
 from tkv.ops.quantize import plan_quantize
 from tkv.ops.write import plan_write
+from tkv.rope import Rope
 from tkv.tune import machine_code
 from tkv.tune.arch import arch as arch_facts
 
@@ -72,11 +73,13 @@ class Case:
     tree: bool = False
     v_head_dim: int | None = None
     shared: bool = False
+    rope: bool = False
+    pinned: bool = False
 
     @property
     def name(self) -> str:
         """A short name for tables."""
-        flags = "".join(f" {flag}" for flag in ("window", "softcap", "alibi", "tree", "shared") if getattr(self, flag))
+        flags = "".join(f" {flag}" for flag in ("window", "softcap", "alibi", "tree", "shared", "rope", "pinned") if getattr(self, flag))
         if self.op == "depth":
             return "depth"
         kind = "" if self.op == "merge" else f" {self.format}"
@@ -160,6 +163,8 @@ def launch_of(case: Case, arch: str, **overrides: Any) -> Launch:
         sinks=4 if case.window else 0,
         softcap=50.0 if case.softcap else None,
         alibi_slopes=empty(num_q_heads, dtype=torch.float32) if case.alibi else None,
+        pinned=case.page_size if case.pinned else 0,
+        rope=_rope_of(case) if case.rope else None,
         mask=torch.empty(NUM_SEQS, case.q_len, case.q_len, dtype=torch.bool, device="meta") if case.tree or case.op == "depth" else None,
     )
     table, lengths, cu_seqlens = counts(NUM_SEQS, MAX_PAGES), counts(NUM_SEQS), counts(NUM_SEQS + 1)
@@ -178,6 +183,12 @@ def launch_of(case: Case, arch: str, **overrides: Any) -> Launch:
         else:
             launches = plan_decode(q, cache, table, lengths, out, lse, arch, False, options, **overrides)
     return launches[1 if case.tree else 0]
+
+
+def _rope_of(case: Case) -> Rope:
+    """Tables for a case, on the meta device."""
+    tables = torch.empty(2, 2048, case.head_dim // 2, device="meta")
+    return Rope(tables[0], tables[1])
 
 
 def _cache_of(case: Case) -> KVCache:

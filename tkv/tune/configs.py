@@ -85,14 +85,15 @@ def with_tree(config: AttentionConfig) -> AttentionConfig:
     return replace(config, block_m=min(config.block_m, 64), block_n=min(config.block_n, 32))
 
 
-def with_rope(config: AttentionConfig) -> AttentionConfig:
+def with_rope(config: AttentionConfig, head_dim: int) -> AttentionConfig:
     """The config of a call that rotates keys: both numbers of a pair, their cosine and sine take four times the registers of a tile.
 
     Example:
-        >>> with_rope(AttentionConfig(16, 128, num_warps=4, num_stages=2))
-        AttentionConfig(block_m=16, block_n=32, num_warps=8, num_stages=1, split_len=None, max_registers=None)
+        >>> with_rope(AttentionConfig(128, 128, num_warps=4, num_stages=2), head_dim=128)
+        AttentionConfig(block_m=32, block_n=16, num_warps=8, num_stages=1, split_len=None, max_registers=None)
     """
-    return replace(config, block_m=min(config.block_m, 64), block_n=min(config.block_n, 32), num_warps=8, num_stages=1)
+    block_m, block_n = (32, 32) if head_dim <= 64 else (32, 16) if head_dim <= 128 else (16, 16)
+    return replace(config, block_m=min(config.block_m, block_m), block_n=min(config.block_n, block_n), num_warps=8, num_stages=1)
 
 
 @lru_cache(maxsize=4096)
