@@ -167,7 +167,7 @@ def test_a_sequence_gets_the_same_alone_and_with_more_room(problem, data):
 
 def test_dense_scores_follow_the_page_table():
     paged = torch.arange(2.0, 26.0, device=DEVICE).view(4, 3, 2)
-    table = torch.tensor([[2, 0, -7], [3, 4, 1], [-1, 99, 2**31 - 1]], dtype=torch.int32, device=DEVICE)
+    table = torch.tensor([[2, 0, -7], [3, 4, 1], [-1, 7, 2**31 - 1]], dtype=torch.int32, device=DEVICE)
     paged[1] = math.nan
     dense = policies.dense_scores(paged, table, torch.tensor([5, 6, 9], device=DEVICE))
     assert dense.shape == (3, 2, 9) and dense.dtype == torch.float32
