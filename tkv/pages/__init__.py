@@ -2,6 +2,7 @@
 
 from tkv.ops.kivi import kivi_decode, kivi_prefill
 from tkv.pages.batch import Batch, BatchTensors, CacheStats, TailBatch, TailBatchTensors
+from tkv.pages.eviction import Eviction, EvictionTensors
 from tkv.pages.manager import CacheManager
 from tkv.pages.pool import PagePool
 
@@ -10,6 +11,8 @@ __all__ = [
     "BatchTensors",
     "CacheManager",
     "CacheStats",
+    "Eviction",
+    "EvictionTensors",
     "PagePool",
     "TailBatch",
     "TailBatchTensors",

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from tkv.errors import DTypeError, RangeError, ShapeError
+from tkv.ops.checks import MAX_POSITION
 
 Ints = Sequence[int] | np.ndarray | torch.Tensor
 
@@ -23,6 +24,7 @@ class BatchTensors:
     cu_seqlens: torch.Tensor
     slot_mapping: torch.Tensor
     positions: torch.Tensor
+    kv_start: torch.Tensor
     copies: torch.Tensor
     filled: torch.Tensor
 
@@ -37,16 +39,19 @@ class Batch:
     Attributes:
         seqs: ``[num_seqs]`` int64, the sequences, in the order of the call.
         page_table: ``[num_seqs, width]`` int32, as wide as the longest sequence needs; -1 behind a sequence's pages.
-        seq_lens: ``[num_seqs]`` int32, tokens of each sequence, the new ones included.
+        seq_lens: ``[num_seqs]`` int32, tokens of each sequence that are in its pages, the new ones included.
         prefix_lens: ``[num_seqs]`` int32, without the new ones.
         cu_seqlens: ``[num_seqs + 1]`` int32, where each sequence's new tokens start among all new tokens.
         slot_mapping: ``[num_tokens]`` int64, ``page * page_size + offset`` of each new token. No slot comes twice, and its page belongs to
             no other sequence.
-        positions: ``[num_tokens]`` int64, the place of each new token in its sequence.
+        positions: ``[num_tokens]`` int64, the place of each new token in its sequence, tokens that were dropped included.
+        kv_start: ``[num_seqs]`` int32, tokens behind the pinned ones that left the window and were dropped: key j of `page_table` is that
+            of position j where ``j < pinned``, else of ``j + kv_start``. 0 without a window.
         copies: ``[num_copies, 2]`` int32, (source, destination) pages.
         copy_lens: ``[num_copies]`` int32, how many leading tokens of each copied page matter; a whole page may be copied.
         filled: ``[num_filled]`` int32, pages whose last slot this step writes.
-        max_q_len, max_seq_len: the largest number of new tokens, and of tokens, of a sequence: hints for launches.
+        max_q_len, max_seq_len: the largest number of new tokens, and of `seq_lens`: hints for launches.
+        pinned: the manager's: so many tokens at the start of a sequence, whole pages, are never dropped.
 
     Example:
         >>> from tkv.pages import CacheManager, PagePool
@@ -66,11 +71,13 @@ class Batch:
     cu_seqlens: np.ndarray
     slot_mapping: np.ndarray
     positions: np.ndarray
+    kv_start: np.ndarray
     copies: np.ndarray
     copy_lens: np.ndarray
     filled: np.ndarray
     max_q_len: int
     max_seq_len: int
+    pinned: int
 
     def tensors(self, device: torch.device | str | None = None) -> BatchTensors:
         """The arrays as tensors, those that the functions take.
@@ -88,25 +95,19 @@ class Batch:
             >>> batch.page_table, batch.seq_lens, batch.slot_mapping
             (tensor([[0]], dtype=torch.int32), tensor([3], dtype=torch.int32), tensor([0, 1, 2]))
         """
-        return BatchTensors(**self._tensors(BatchTensors, device))
-
-    def _tensors(self, kind: type[BatchTensors], device: torch.device | str | None) -> dict[str, torch.Tensor]:
-        arrays = {field.name: torch.from_numpy(getattr(self, field.name)) for field in fields(kind)}
-        return arrays if device is None else {name: array.to(device) for name, array in arrays.items()}
+        return BatchTensors(**as_tensors(self, BatchTensors, device))
 
 
 @dataclass(frozen=True, eq=False)
 class TailBatchTensors(BatchTensors):
-    """A :class:`TailBatch` as tensors on a device, under the names that :func:`kivi_decode` and :func:`kivi_prefill` have for them."""
+    """A :class:`TailBatch` as tensors on a device, under the names that :func:`kivi_decode` and :func:`kivi_prefill` have for them.
+
+    `kv_start` is that of the tails: the position of each one's first token.
+    """
 
     tail_page_table: torch.Tensor
     tail_lens: torch.Tensor
     conversions: torch.Tensor
-
-    @property
-    def kv_start(self) -> torch.Tensor:
-        """``[num_seqs]`` int32, the position of each tail's first token."""
-        return self.seq_lens
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,6 +129,7 @@ class TailBatch(Batch):
         seq_lens: ``[num_seqs]`` int32, tokens in them: the first of each sequence, whole pages.
         prefix_lens: ``[num_seqs]`` int32, tokens of each sequence in both parts without the new ones: ``q_start``.
         slot_mapping: ``[num_tokens]`` int64, slots of the tail's cache.
+        kv_start: ``[num_seqs]`` int32, the position of each tail's first token: `seq_lens`.
         copies, copy_lens, filled: of the tail's cache.
         max_seq_len: the largest of `seq_lens`.
         tail_page_table: ``[num_seqs, tail_width]`` int32, pages of the tail's cache with each sequence's other tokens, -1 behind them.
@@ -152,11 +154,6 @@ class TailBatch(Batch):
     conversions: np.ndarray
     max_tail_len: int
 
-    @property
-    def kv_start(self) -> np.ndarray:
-        """``[num_seqs]`` int32, the position of each tail's first token: `seq_lens`."""
-        return self.seq_lens
-
     def tensors(self, device: torch.device | str | None = None) -> TailBatchTensors:
         """The arrays as tensors, those that the functions take.
 
@@ -172,7 +169,7 @@ class TailBatch(Batch):
             >>> manager.step({manager.add([5, 6]): [5, 6]}).tensors().tail_lens
             tensor([2], dtype=torch.int32)
         """
-        return TailBatchTensors(**self._tensors(TailBatchTensors, device))
+        return TailBatchTensors(**as_tensors(self, TailBatchTensors, device))
 
 
 @dataclass(frozen=True)
@@ -217,6 +214,12 @@ class CacheStats:
     pages_free: int
     waste: int
     conversions: int = 0
+
+
+def as_tensors(arrays: object, kind: type, device: torch.device | str | None) -> dict[str, torch.Tensor]:
+    """The arrays that a class has fields for, as tensors; on the CPU (None) they share the arrays' memory."""
+    found = {field.name: torch.from_numpy(getattr(arrays, field.name)) for field in fields(kind)}
+    return found if device is None else {name: tensor.to(device) for name, tensor in found.items()}
 
 
 def as_ids(name: str, values: Ints, *, low: int | None = 0) -> np.ndarray:
@@ -266,3 +269,17 @@ def as_work(seqs: Mapping[int, Ints] | Ints, tokens: Ints | None, counts: Ints |
     if ids is not None and ids.size != new.sum():
         raise ShapeError(f"tokens: expected {new.sum()} ids for {names.size} sequences, got {ids.size}")
     return names, ids, new
+
+
+def check_growth(names: np.ndarray, before: np.ndarray, known: np.ndarray, ids: np.ndarray | None, new: np.ndarray) -> None:
+    """Whether sequences of these lengths and known tokens can have so many more.
+
+    Raises:
+        RangeError: one would be too long, or ids are given behind tokens without ids.
+    """
+    after = before + new
+    if after.size and after.max() > MAX_POSITION:
+        raise RangeError(f"tokens: expected sequences of at most {MAX_POSITION} tokens, got {after.max()}")
+    if ids is not None and np.any((known < before) & (new > 0)):
+        seq = names[np.argmax((known < before) & (new > 0))]
+        raise RangeError(f"tokens: sequence {seq} has tokens without ids; call identify first, or give counts alone")

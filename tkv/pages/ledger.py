@@ -5,26 +5,38 @@ from __future__ import annotations
 import numpy as np
 
 from tkv.errors import OutOfPages, RangeError
-from tkv.ops.checks import MAX_POSITION
-from tkv.pages.batch import Batch
+from tkv.pages.batch import Batch, check_growth
+from tkv.pages.leaving import Leaving
 from tkv.pages.prefix import UNKNOWN, PrefixIndex, common_length, page_hash
-from tkv.pages.sequences import Sequences
+from tkv.pages.sequences import Sequences, pages_of, ranges
 
 
 class Ledger(Sequences):
-    """Sequences whose pages are owned through an index. All that can fail comes before the first change."""
+    """Sequences whose pages are owned through an index. All that can fail comes before the first change.
 
-    def __init__(self, index: PrefixIndex, prefix_cache: bool, partial_tokens: int | None) -> None:
+    Attributes:
+        pinned: so many tokens at the start of a sequence, whole pages, are dropped by no step.
+    """
+
+    def __init__(
+        self, index: PrefixIndex, prefix_cache: bool, partial_tokens: int | None, window: int | None = None, sinks: int = 0
+    ) -> None:
         super().__init__()
         self.index = index
         self.size = index.page_size
         self.prefix_cache = prefix_cache
         # A whole page is no part of a page.
         self.partial_tokens = self.size if partial_tokens is None else partial_tokens
+        self.window = window
+        self.pinned = 0 if window is None else -(-sinks // self.size) * self.size
         self.num_copies = self.num_conversions = 0
 
     def length(self, row: int) -> int:
-        """A row's tokens."""
+        """A row's tokens, dropped ones included."""
+        return int(self.lens[row] + self.gone[row])
+
+    def held(self, row: int) -> int:
+        """A row's tokens that are in its pages."""
         return int(self.lens[row])
 
     def pages(self, row: int) -> np.ndarray:
@@ -36,9 +48,10 @@ class Ledger(Sequences):
         return np.zeros(0, np.int32)
 
     def ids_of(self, row: int) -> np.ndarray:
-        """A row's tokens, UNKNOWN from the first that was not given."""
+        """A row's tokens that are in its pages, UNKNOWN from the first that was not given."""
+        known, gone = int(self.known[row]), int(self.gone[row])
         tokens = self.index.tokens[self.pages(row)].reshape(-1)[: self.lens[row]]
-        tokens[self.known[row] :] = UNKNOWN
+        tokens[known if known <= self.pinned else max(self.pinned, known - gone) :] = UNKNOWN
         return tokens
 
     def match(self, ids: np.ndarray, root: bytes) -> tuple[np.ndarray, int, list[bytes]]:
@@ -58,7 +71,7 @@ class Ledger(Sequences):
         if self.prefix_cache and rest.size >= self.partial_tokens:
             rows, known = self.opened(chain[-1]), index.nearest(chain[-1], rest)
             rows = rows[self.known[rows] > length]
-            candidates = np.concatenate([np.array(known, np.int64), self._tails(rows, np.full(rows.size, length))])
+            candidates = np.concatenate([np.array(known, np.int64), self._tails(rows, length - self.gone[rows])])
             held = np.concatenate([index.claims[known], self.known[rows] - length])
             if candidates.size:
                 common = np.minimum(common_length(index.tokens[candidates], rest), held)
@@ -70,11 +83,19 @@ class Ledger(Sequences):
         return np.array(pages, np.int32), length, chain
 
     def start(self, ids: np.ndarray, root: bytes) -> tuple[int, int]:
-        """A sequence with what is known of a prompt, and how much that is."""
+        """A sequence with what is known of a prompt, less what has left its window, and how much that is."""
         pages, length, chain = self.match(ids, root)
-        self.reserve(1, pages.size)
-        self.index.hold(pages)
-        return self.add(pages, length, length, chain if self.prefix_cache else None), length
+        gone = int(self.out_of_reach(np.asarray(length)))
+        begin = self.pinned // self.size
+        end = begin + gone // self.size
+        held = np.delete(pages, slice(begin, end))
+        self.reserve(1, held.size)
+        self.index.hold(held)
+        if gone:
+            self.index.touch(pages[begin:end][::-1])
+            del chain[begin + 1 : end]
+        first = self.pinned + gone if gone else 0
+        return self.add(held, length - gone, length, chain if self.prefix_cache else None, gone, first), length
 
     def fork(self, seq: int) -> int:
         """A second sequence on the pages of one."""
@@ -82,29 +103,59 @@ class Ledger(Sequences):
         pages, chain = self.pages(row), self.chains[row]
         self.reserve(1, pages.size)
         self.index.hold(pages)
-        return self.add(pages, int(self.lens[row]), int(self.known[row]), None if chain is None else chain.copy())
+        lens, known, gone, first = (int(array[row]) for array in (self.lens, self.known, self.gone, self.first))
+        return self.add(pages, lens, known, None if chain is None else chain.copy(), gone, first)
 
     def step(self, names: np.ndarray, ids: np.ndarray | None, new: np.ndarray) -> Batch:
         """Extend each sequence by so many tokens, or none of them."""
         rows = self.rows_of(names)
-        before = self.lens[rows]
-        check_growth(names, before, self.known[rows], ids, new)
-        grown = pages_of(before + new, self.size) - pages_of(before, self.size)
-        copied, taken, missing = self.part(rows, before, new, int(grown.sum()))
+        before, gone = self.lens[rows], self.gone[rows]
+        check_growth(names, before + gone, self.known[rows], ids, new)
+        due = np.maximum(self.out_of_reach(before + gone) - gone, 0) // self.size
+        left = Leaving(self.index, self.table[np.repeat(rows, due), ranges(np.full_like(due, self.pinned // self.size), due)])
+        grown = int((pages_of(before + new, self.size) - pages_of(before, self.size)).sum())
+        copied, taken, missing = self.part(rows, before, new, grown, left)
         if missing > 0:
+            become = f" and {left.ends.size:,} become free" if left.ends.size else ""
             raise OutOfPages(
-                f"needs {self.index.num_available + missing:,} pages for {new.sum():,} tokens of {rows.size:,} sequences, "
-                f"{self.index.pool.num_free:,} of {self.index.pool.num_pages:,} are free and {self.index.num_idle:,} cached"
+                f"needs {self.index.num_available + left.ends.size + missing:,} pages for {new.sum():,} tokens of {rows.size:,} sequences, "
+                f"{self.index.pool.num_free:,} of {self.index.pool.num_pages:,} are free and {self.index.num_idle:,} cached{become}"
             )
-        self.reserve(0, int(pages_of(before + new, self.size).max(initial=0)))
-        return self.extend(names, rows, ids, new, copied, taken, self.index.take(copied.size + int(grown.sum())))
+        self.reserve(0, int(pages_of(before - due * self.size + new, self.size).max(initial=0)))
+        pages = left.take(copied.size + grown)
+        if left.pages.size:
+            self.drop(rows, due)
+            left.release()
+        return self.extend(names, rows, ids, new, copied, taken, pages)
+
+    def out_of_reach(self, lens: np.ndarray) -> np.ndarray:
+        """How many tokens behind the pinned ones, whole pages, no token that comes after so many can see."""
+        return lens * 0 if self.window is None else np.maximum(lens - self.window + 1 - self.pinned, 0) // self.size * self.size
+
+    def drop(self, rows: np.ndarray, due: np.ndarray) -> None:
+        """Drop so many whole pages behind the pinned ones of each row, which are released by others."""
+        begin = self.pinned // self.size
+        for row, count in zip(rows[due > 0].tolist(), due[due > 0].tolist()):
+            chain, first = self.chains[row], self.pinned + int(self.gone[row]) + count * self.size
+            self.first[row] = first
+            if chain is None:
+                continue
+            if self.known[row] < first:
+                # Tokens without ids are gone, and with them the names of all pages behind.
+                self.chains[row] = None
+                self.reopen(row)
+            else:
+                # That of the last page that was dropped stays: the next one is named by it.
+                del chain[begin + 1 : begin + count + (self.gone[row] > 0)]
+        self.drop_pages(rows, begin, due, self.size)
+        self.gone[rows] += due * self.size
 
     def extend(
         self, names: np.ndarray, rows: np.ndarray, ids: np.ndarray | None, new: np.ndarray, copied: np.ndarray, taken: np.ndarray,
         pages: np.ndarray,
     ) -> Batch:  # fmt: skip
         """Extend each row by so many tokens, on pages that were taken for it. Nothing in here fails."""
-        size, before = self.size, self.lens[rows]
+        size, before, gone = self.size, self.lens[rows], self.gone[rows]
         after = before + new
         first, last = pages_of(before, size), pages_of(after, size)
         width, grown = int(last.max(initial=0)), last - first
@@ -121,28 +172,31 @@ class Ledger(Sequences):
         whole, done = before // size, after // size
         cu_seqlens = np.zeros(rows.size + 1, np.int32)
         np.cumsum(new, out=cu_seqlens[1:])
-        positions = ranges(before, new)
+        places = ranges(before, new)
         # A copy: later calls change the table, and what was handed out stays.
         page_table = self.table[rows, :width]
-        written = page_table[np.repeat(np.arange(rows.size), new), positions // size].astype(np.int64)
-        self.index.tokens[written, positions % size] = UNKNOWN if ids is None else ids
+        written = page_table[np.repeat(np.arange(rows.size), new), places // size].astype(np.int64)
+        self.index.tokens[written, places % size] = UNKNOWN if ids is None else ids
         batch = Batch(
             seqs=names,
             page_table=page_table,
             seq_lens=after.astype(np.int32),
             prefix_lens=before.astype(np.int32),
             cu_seqlens=cu_seqlens,
-            slot_mapping=written * size + positions % size,
-            positions=positions,
+            slot_mapping=written * size + places % size,
+            positions=places + np.repeat(gone, new),
+            # After an eviction keys have no positions.
+            kv_start=np.zeros(rows.size, np.int32) if self.window is None else gone.astype(np.int32),
             copies=np.stack([sources, targets], 1),
             copy_lens=(before[copied] % size).astype(np.int32),
             filled=page_table[np.repeat(np.arange(rows.size), done - whole), ranges(whole, done - whole)],
             max_q_len=int(new.max(initial=0)),
             max_seq_len=int(after.max(initial=0)),
+            pinned=self.pinned,
         )
         self.lens[rows] = after
         if ids is not None:
-            self.known[rows[new > 0]] = after[new > 0]
+            self.known[rows[new > 0]] = (after + gone)[new > 0]
             for row in rows[done > whole].tolist():
                 self.publish(row)
         return batch
@@ -150,43 +204,67 @@ class Ledger(Sequences):
     def identify(self, seq: int, ids: np.ndarray) -> None:
         """Fill in the ids of a sequence's first unknown tokens."""
         row = self.row(seq)
-        slots = self.unknown_slots(seq, ids)
-        self.index.tokens[slots] = ids
+        pages, offsets, held = self.unknown_slots(seq, ids)
+        self.index.tokens[pages, offsets] = held
         self.known[row] += ids.size
         self.publish(row)
 
-    def unknown_slots(self, seq: int, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Pages and offsets of a sequence's first unknown tokens, which may have these ids."""
+    def unknown_slots(self, seq: int, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Pages, offsets and ids of a sequence's first unknown tokens, those that are in its pages, if they may have these ids."""
         row = self.row(seq)
-        known, length = int(self.known[row]), int(self.lens[row])
+        known, length, gone = int(self.known[row]), self.length(row), int(self.gone[row])
         if ids.size > length - known:
             raise RangeError(f"tokens: sequence {seq} has {length - known} tokens without ids, got {ids.size}")
-        places = np.arange(known, known + ids.size)
-        slots = self.table[row, places // self.size], places % self.size
-        there = self.index.tokens[slots]
+        positions = np.arange(known, known + ids.size)
+        held = (positions < self.pinned) | (positions >= self.first[row])
+        places = np.where(positions < self.pinned, positions, positions - gone)[held]
+        pages, offsets, ids = self.table[row, places // self.size], places % self.size, ids[held]
+        there = self.index.tokens[pages, offsets]
         if np.any((there != UNKNOWN) & (there != ids)):
             raise RangeError(f"tokens: a sequence that shares pages with {seq} has given other ids for the same tokens")
-        return slots
+        return pages, offsets, ids
 
     def truncate(self, seq: int, length: int) -> None:
         """Drop the last tokens, and what nobody else has of them."""
         row, index = self.row(seq), self.index
-        if length == self.lens[row]:
+        if length == self.length(row):
             return
-        whole, part = divmod(length, self.size)
+        self.check_cut(seq, length)
+        # Of the pinned tokens none is dropped, whatever was dropped behind them.
+        gone = int(self.gone[row]) if length > self.pinned else 0
+        held = length - gone
+        whole, part = divmod(held, self.size)
         pages = self.pages(row)[whole:]
         for page in pages[(index.claims[pages] > 0) & (index.holders(pages) == 1)][::-1].tolist():
             if not index.has_children(page):
                 index.forget(page)
-        gone = pages[min(part, 1) :]
+        ended = pages[min(part, 1) :]
         self.table[row, whole + min(part, 1) : whole + pages.size] = -1
-        self.lens[row] = length
+        self.lens[row], self.gone[row], self.first[row] = held, gone, self.first[row] if gone else 0
         self.known[row] = min(length, self.known[row])
         chain = self.chains[row]
         if chain is not None:
-            del chain[whole + 1 :]
+            del chain[whole + 1 + (gone > 0) :]
             self.reopen(row)
-        index.release(gone[::-1])
+        index.release(ended[::-1])
+
+    def check_cut(self, seq: int, length: int) -> None:
+        """Whether a sequence can be cut to that length.
+
+        Raises:
+            RangeError: keys of its last tokens would not be there.
+        """
+        first = int(self.first[self.row(seq)])
+        if self.window is None and length < first:
+            raise RangeError(
+                f"length: expected {first} or more, got {length}: sequence {seq} was evicted from when it had {first} tokens, and a cut "
+                f"cannot tell which of those are left"
+            )
+        if self.window is not None and first and self.pinned < length < first + self.window - 1:
+            raise RangeError(
+                f"length: expected {first + self.window - 1} or more, or at most the {self.pinned} pinned tokens, got {length}: a next "
+                f"token sees {self.window} tokens, and of sequence {seq} those before position {first} left the window and were dropped"
+            )
 
     def free(self, seq: int) -> None:
         """End a sequence and keep what it leaves, its last page too."""
@@ -194,8 +272,10 @@ class Ledger(Sequences):
         pages, chain = self.pages(row), self.chains[row]
         whole, part = divmod(int(self.known[row]), self.size)
         # A last page that others have as well is found through them.
-        if chain is not None and part >= self.partial_tokens and self.index.holders(pages[whole]) == 1:
-            self.index.keep_part(chain[-1], int(pages[whole]), part)
+        if chain is not None and part >= self.partial_tokens and self.is_found(chain):
+            page = pages[whole - int(self.gone[row]) // self.size]
+            if self.index.holders(page) == 1:
+                self.index.keep_part(chain[-1], int(page), part)
         self.remove(seq, pages.size)
         self.index.release(pages[::-1])
 
@@ -205,6 +285,10 @@ class Ledger(Sequences):
         for row in self.rows.tolist():
             self.chains[row] = None
             self.reopen(row)
+
+    def is_found(self, chain: list[bytes]) -> bool:
+        """Whether a prompt could find what follows on a chain."""
+        return len(chain) == 1 or self.index.find(chain[-1]) is not None
 
     def waste(self) -> int:
         """Slots without a token in pages of sequences; a page of several is as full as the one that has most of it sees it."""
@@ -223,7 +307,9 @@ class Ledger(Sequences):
         """The pages of these rows that the tokens at these lengths go to."""
         return self.table[rows, lens // self.size]
 
-    def part(self, rows: np.ndarray, before: np.ndarray, new: np.ndarray, grown: int) -> tuple[np.ndarray, np.ndarray, int]:
+    def part(
+        self, rows: np.ndarray, before: np.ndarray, new: np.ndarray, grown: int, left: Leaving | None = None
+    ) -> tuple[np.ndarray, np.ndarray, int]:
         """Who writes into a page that others need: who gets a copy, who takes the page over, and how many pages are missing.
 
         A page of several sequences has to be copied by all of them but the last. One that only the index has a claim on is copied while
@@ -232,15 +318,17 @@ class Ledger(Sequences):
         writers = np.flatnonzero((new > 0) & (before % self.size > 0))
         pages = self._tails(rows[writers], before[writers])
         owners, claimed = self.index.holders(pages), self.index.claims[pages] > before[writers] % self.size
-        must, may, left = [], [], dict(zip(pages.tolist(), owners.tolist()))
+        if left is not None:
+            owners = owners - left.times(pages)
+        must, may, others = [], [], dict(zip(pages.tolist(), owners.tolist()))
         for i in np.flatnonzero((owners > 1) | claimed).tolist():
             page = int(pages[i])
-            if left[page] > 1:
-                left[page] -= 1
+            if others[page] > 1:
+                others[page] -= 1
                 must.append(writers[i])
             elif claimed[i]:
                 may.append(writers[i])
-        room = self.index.num_available - grown - len(must)
+        room = self.index.num_available + (0 if left is None else left.ends.size) - grown - len(must)
         copied = must + may[: max(room, 0)]
         return np.array(copied, np.int64), np.array(may[max(room, 0) :], np.int64), -room
 
@@ -249,8 +337,14 @@ class Ledger(Sequences):
         chain = self.chains[row]
         if chain is None:
             return
-        begin, end = len(chain) - 1, int(self.known[row]) // self.size
+        # Of all pages that were dropped the chain has one name.
+        gone = int(self.gone[row])
+        begin, end = len(chain) - 1 - (gone > 0), (int(self.known[row]) - gone) // self.size
         if begin == end:
+            return
+        if not self.is_found(chain):
+            self.chains[row] = None
+            self.reopen(row)
             return
         pages = self.table[row, begin:end].copy()
         found = self.index.publish(chain, pages)
@@ -264,28 +358,3 @@ class Ledger(Sequences):
             if self.index.claims[page]:
                 self.index.forget(page)
         self.index.release(pages[other][::-1])
-
-
-def check_growth(names: np.ndarray, before: np.ndarray, known: np.ndarray, ids: np.ndarray | None, new: np.ndarray) -> None:
-    """Whether sequences of these lengths and known tokens can have so many more.
-
-    Raises:
-        RangeError: one would be too long, or ids are given behind tokens without ids.
-    """
-    after = before + new
-    if after.size and after.max() > MAX_POSITION:
-        raise RangeError(f"tokens: expected sequences of at most {MAX_POSITION} tokens, got {after.max()}")
-    if ids is not None and np.any((known < before) & (new > 0)):
-        seq = names[np.argmax((known < before) & (new > 0))]
-        raise RangeError(f"tokens: sequence {seq} has tokens without ids; call identify first, or give counts alone")
-
-
-def pages_of(lens: np.ndarray, page_size: int) -> np.ndarray:
-    """How many pages tokens fill, the last one in part."""
-    return -(-lens // page_size)
-
-
-def ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """start, start + 1, ... for each start, as many as its count, one after the other."""
-    ends = np.cumsum(counts)
-    return np.repeat(starts - ends + counts, counts) + np.arange(ends[-1] if ends.size else 0)

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import numpy as np
-
-from tkv.errors import DTypeError, RangeError
+from tkv.errors import DTypeError, RangeError, ShapeError, UnsupportedError
 from tkv.ops.checks import check_flag, check_int
-from tkv.pages.batch import Batch, CacheStats, Ints, as_ids, as_work
+from tkv.pages.batch import Batch, Ints, as_ids, as_work
+from tkv.pages.eviction import Eviction, evict
 from tkv.pages.ledger import Ledger
 from tkv.pages.pool import PagePool
 from tkv.pages.prefix import ExtraKeys, PrefixIndex, root_hash
 from tkv.pages.tail import TailLedger
+from tkv.pages.view import ManagerView
 
 
-class CacheManager:
+class CacheManager(ManagerView):
     """Sequences over the pages of a pool, for all layers whose caches have the same pages and window.
 
     A sequence is the tokens whose keys and values are in its pages. :meth:`add` starts one with what the cache has of its prompt already,
@@ -33,6 +33,13 @@ class CacheManager:
     Every call that raises leaves all sequences and references as they were. A manager is not safe for several threads at once, and has
     its pools to itself.
 
+    With `window` a sequence holds the pages of its first `sinks` tokens, rounded up to whole pages (`pinned`), and those that new tokens
+    see: a step first drops what has left the window. However long it gets, a sequence that takes n tokens a step needs at most
+    ``ceil((sinks + window + n - 1) / page_size) + 2`` pages, and a row of `page_table` is no longer; `kv_start` and `pinned` of the batch
+    say which positions its keys have, give both to the kernels. Pages that were dropped stay cached while there is room. A prompt that
+    finds a prefix holds the same few pages of it. A sequence some of whose tokens were dropped before their ids were given is found by
+    no prompt from then on.
+
     With `tail_pool` every sequence is in two caches, as KIVI has it: its newest tokens in native pages of `tail_pool`, whole pages of older
     ones in pages of `pool`, whose format may be one that is made a page at a time. New tokens go to the tail. A step converts the pages of
     its sequences' tails that are full and older than the newest `tail_len` tokens, and gives them back to `tail_pool`: see
@@ -44,6 +51,8 @@ class CacheManager:
     Args:
         pool: the pages.
         page_size: tokens of a page, as in the caches.
+        window: how many keys a token sees, its own included, at least 1; None: all before it.
+        sinks: with `window`, so many tokens at the start of each sequence stay visible.
         tail_pool: the pages of the tails, or None: each sequence is in pages of `pool` alone.
         tail_len: with `tail_pool`, how many keys at least each new token sees in the tail, itself included, if they were written there; at
             least 1.
@@ -53,6 +62,7 @@ class CacheManager:
 
     Raises:
         DTypeError, RangeError: an argument is of another type or out of range.
+        UnsupportedError: both `window` and `tail_pool`.
 
     Example:
         >>> manager = CacheManager(PagePool(100), page_size=4)
@@ -65,11 +75,18 @@ class CacheManager:
         >>> manager.step({second: prompt[5:]}).copies.tolist()     # page 1 goes on differently: copied first
         [[1, 2]]
         >>> batch = manager.step([first, second], tokens=[7, 8])   # decoding
+
+        >>> manager = CacheManager(PagePool(4), page_size=2, window=3, sinks=1)
+        >>> seq = manager.add([1])
+        >>> for token in range(1000):
+        ...     batch = manager.step({seq: [token]})
+        >>> manager.length(seq), manager.held(seq), batch.page_table.shape, batch.kv_start.tolist(), batch.pinned
+        (1000, 6, (1, 3), [994], 2)
     """
 
     def __init__(
-        self, pool: PagePool, page_size: int, *, tail_pool: PagePool | None = None, tail_len: int = 128, prefix_cache: bool = True,
-        partial_tokens: int | None = 1,
+        self, pool: PagePool, page_size: int, *, window: int | None = None, sinks: int = 0, tail_pool: PagePool | None = None,
+        tail_len: int = 128, prefix_cache: bool = True, partial_tokens: int | None = 1,
     ) -> None:  # fmt: skip
         if not isinstance(pool, PagePool):
             raise DTypeError(f"pool: expected a tkv.PagePool, got {type(pool).__name__}")
@@ -77,104 +94,25 @@ class CacheManager:
             raise DTypeError(f"tail_pool: expected a tkv.PagePool or None, got {type(tail_pool).__name__}")
         if tail_pool is pool:
             raise RangeError("tail_pool: expected a pool of its own, for the pages of another cache, got pool")
+        if tail_pool is not None and window is not None:
+            raise UnsupportedError(
+                "window: cannot be had together with tail_pool, whose older tokens all stay visible; leave out one of them"
+            )
         self.pool = pool
         self.page_size = check_int("page_size", page_size, 1)
         self.prefix_cache = check_flag("prefix_cache", prefix_cache)
         self.partial_tokens = None if partial_tokens is None else check_int("partial_tokens", partial_tokens, 1)
+        self.window = None if window is None else check_int("window", window, 1)
+        self.sinks = check_int("sinks", sinks, 0)
         self.tail_pool = tail_pool
         self.tail_len = check_int("tail_len", tail_len, 1)
         index = PrefixIndex(pool, self.page_size)
         self._ledger: Ledger | TailLedger
         if tail_pool is None:
-            self._ledger = Ledger(index, self.prefix_cache, self.partial_tokens)
+            self._ledger = Ledger(index, self.prefix_cache, self.partial_tokens, self.window, self.sinks)
         else:
             self._ledger = TailLedger(index, tail_pool, self.tail_len, self.prefix_cache)
         self._prompts = self._hits = self._asked = self._saved = 0
-
-    @property
-    def seqs(self) -> list[int]:
-        """The living sequences, oldest first."""
-        return self._ledger.names
-
-    @property
-    def num_available(self) -> int:
-        """Pages of `pool` that steps can still take: free ones and those that are only cached."""
-        return self._ledger.index.num_available
-
-    def length(self, seq: int) -> int:
-        """Tokens of a sequence.
-
-        Raises:
-            RangeError, DTypeError: there is no such sequence.
-
-        Example:
-            >>> manager = CacheManager(PagePool(8), page_size=4)
-            >>> manager.length(manager.add([1, 2, 3]))             # none is computed yet
-            0
-        """
-        return self._ledger.length(self._ledger.row(seq))
-
-    def pages(self, seq: int) -> np.ndarray:
-        """``[num_pages]`` int32, a sequence's pages of `pool` in order, those of its tail not included: a copy.
-
-        Raises:
-            RangeError, DTypeError: there is no such sequence.
-
-        Example:
-            >>> manager = CacheManager(PagePool(8), page_size=4)
-            >>> batch = manager.step({manager.add([1, 2, 3, 4, 5]): [1, 2, 3, 4, 5]})
-            >>> manager.pages(0).tolist()
-            [0, 1]
-        """
-        return self._ledger.pages(self._ledger.row(seq))
-
-    def tail_pages(self, seq: int) -> np.ndarray:
-        """``[num_pages]`` int32, the pages of a sequence's tail in order: a copy. Without `tail_pool` there are none.
-
-        Raises:
-            RangeError, DTypeError: there is no such sequence.
-
-        Example:
-            >>> manager = CacheManager(PagePool(8), page_size=4, tail_pool=PagePool(8))
-            >>> batch = manager.step({manager.add([1, 2, 3, 4, 5]): [1, 2, 3, 4, 5]})
-            >>> manager.pages(0).tolist(), manager.tail_pages(0).tolist()
-            ([], [0, 1])
-        """
-        return self._ledger.tail_pages(self._ledger.row(seq))
-
-    def tokens(self, seq: int) -> np.ndarray:
-        """``[length]`` int64, a sequence's token ids, -1 where they were not given.
-
-        Raises:
-            RangeError, DTypeError: there is no such sequence.
-
-        Example:
-            >>> manager = CacheManager(PagePool(8), page_size=4)
-            >>> batch = manager.step({manager.add([1, 2]): [1, 2]})
-            >>> manager.tokens(0).tolist()
-            [1, 2]
-        """
-        return self._ledger.ids_of(self._ledger.row(seq))
-
-    def match(self, tokens: Ints, *, extra_keys: ExtraKeys = None) -> int:
-        """How many tokens of a prompt :meth:`add` would find now. Nothing changes.
-
-        Args:
-            tokens, extra_keys: as for :meth:`add`.
-
-        Returns:
-            The number of leading tokens, at most ``len(tokens) - 1``.
-
-        Raises:
-            DTypeError, ShapeError, RangeError: as for :meth:`add`.
-
-        Example:
-            >>> manager = CacheManager(PagePool(8), page_size=4)
-            >>> batch = manager.step({manager.add([1, 2, 3]): [1, 2, 3]})
-            >>> manager.match([1, 2, 3])
-            2
-        """
-        return self._ledger.match(as_ids("tokens", tokens), root_hash(extra_keys))[1]
 
     def add(self, tokens: Ints, *, extra_keys: ExtraKeys = None) -> int:
         """Start a sequence with the longest part of a prompt that the cache has.
@@ -190,6 +128,7 @@ class CacheManager:
 
         Returns:
             The sequence's number, which never comes again. Its :meth:`length` says how much was found; give the rest to :meth:`step`.
+            With a window it holds of these only what the next token sees.
 
         Raises:
             DTypeError, ShapeError, RangeError: the tokens or keys are of another kind.
@@ -218,7 +157,8 @@ class CacheManager:
                 ids are not known yet (sampled on the device, or a tree of drafts); prompts find them only after :meth:`identify`.
 
         Returns:
-            What to do: see :class:`Batch`; with `tail_pool` a :class:`TailBatch`. Then a step without new tokens can still convert.
+            What to do: see :class:`Batch`; with `tail_pool` a :class:`TailBatch`. Without new tokens a step still drops what left the
+            window, or converts.
 
         Raises:
             OutOfPages: free and cached pages, of either pool, are too few. Free or truncate sequences, or step fewer of them.
@@ -267,7 +207,8 @@ class CacheManager:
         Args:
             seq: the sequence.
             tokens: ids of its first tokens without ids, not more than there are. Keys and values in their slots must be theirs, computed
-                with the sequence before them: after a tree of drafts, the accepted path moved together and the rest truncated.
+                with the sequence before them: after a tree of drafts, the accepted path moved together and the rest truncated. Ids of
+                tokens that were dropped or evicted meanwhile are to be given too, and are not kept.
 
         Raises:
             RangeError: there are fewer tokens without ids; or a sequence that shares them has given other ids; or no such sequence.
@@ -315,7 +256,9 @@ class CacheManager:
             length: how many tokens stay, from 0 to its length.
 
         Raises:
-            RangeError, DTypeError: no such sequence or length; or a length within a converted page, which cannot be written on.
+            RangeError, DTypeError: no such sequence or length; a length within a converted page, which cannot be written on; one at which
+                the next token would see tokens that left the window and were dropped (drafts of the last step never need that); or one
+                below the length at the last :meth:`evict`.
 
         Example:
             >>> manager = CacheManager(PagePool(8), page_size=4)
@@ -329,6 +272,47 @@ class CacheManager:
         if check_int("length", length, 0) > old:
             raise RangeError(f"length: expected 0 to {old}, the length of sequence {seq}, got {length}")
         self._ledger.truncate(seq, length)
+
+    def evict(self, seqs: Ints, lengths: Ints) -> Eviction:
+        """Make sequences hold fewer tokens, all of them or none; each head chooses which, as ``tkv.compact_kv`` is told.
+
+        The tokens stay in the sequence's own pages. Instead of pages that others use, new ones are taken; what prompts could find of its
+        own is forgotten. No prompt finds the sequence from then on. Its new tokens go on at their true positions, :meth:`length` still
+        counts all; `seq_lens` and `prefix_lens` of batches count what is held.
+
+        **Run compact_kv in every layer before the next call of** :meth:`step` **or** :meth:`evict`: pages that become free may be handed
+        out by these.
+
+        Args:
+            seqs: ``[num_seqs]`` different sequences.
+            lengths: ``[num_seqs]`` how many tokens each keeps, from 0 to what it holds; if it is all of them, nothing changes.
+
+        Returns:
+            What to move: see :class:`Eviction`.
+
+        Raises:
+            OutOfPages: free and cached pages are too few for tokens that are in shared pages.
+            RangeError: no such sequence, one that comes twice, or it holds fewer tokens.
+            DTypeError, ShapeError: an argument is of another kind.
+            UnsupportedError: the manager has a `window`, which goes by positions that the keys no longer have, or a `tail_pool`.
+
+        Example:
+            >>> manager = CacheManager(PagePool(8), page_size=4)
+            >>> seq = manager.add(range(10))
+            >>> batch = manager.step({seq: range(10)})
+            >>> eviction = manager.evict([seq], [5])               # now compact_kv, in every layer
+            >>> batch = manager.step({seq: [10]})
+            >>> batch.page_table.tolist(), batch.seq_lens.tolist(), batch.positions.tolist(), batch.slot_mapping.tolist()
+            ([[0, 1]], [6], [10], [5])
+        """
+        if self.window is not None:
+            raise UnsupportedError("evict: keys that heads chose have no common positions, by which a window goes; manage without window")
+        if isinstance(self._ledger, TailLedger):
+            raise UnsupportedError("evict: pages are converted as wholes and cannot be compacted; manage without tail_pool")
+        names, lens = as_ids("seqs", seqs, low=None), as_ids("lengths", lengths)
+        if names.size != lens.size:
+            raise ShapeError(f"lengths: expected {names.size}, one for each sequence, got {lens.size}")
+        return evict(self._ledger, names, lens)
 
     def free(self, seq: int) -> None:
         """End a sequence. Its pages stay cached, the last one too, until others need them.
@@ -360,30 +344,3 @@ class CacheManager:
             0
         """
         self._ledger.clear()
-
-    def stats(self) -> CacheStats:
-        """Statistics: hits, tokens saved, pages by their use, evictions, waste.
-
-        Example:
-            >>> manager = CacheManager(PagePool(8), page_size=4)
-            >>> batch = manager.step({manager.add([1, 2, 3]): [1, 2, 3]})
-            >>> stats = manager.stats()
-            >>> stats.tokens_asked, stats.pages_used, stats.waste
-            (3, 1, 1)
-        """
-        ledger = self._ledger
-        holders = ledger.index.holders(np.arange(self.pool.num_pages))
-        return CacheStats(
-            prompts=self._prompts,
-            hits=self._hits,
-            tokens_asked=self._asked,
-            tokens_saved=self._saved,
-            evictions=ledger.index.num_evicted,
-            copies=ledger.num_copies,
-            pages_used=int(np.count_nonzero(holders > 0)),
-            pages_shared=int(np.count_nonzero(holders > 1)),
-            pages_cached=ledger.index.num_idle,
-            pages_free=self.pool.num_free,
-            waste=ledger.waste(),
-            conversions=ledger.num_conversions,
-        )

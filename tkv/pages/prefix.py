@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from bisect import bisect_left
+from collections import OrderedDict
 from collections.abc import Sequence
 
 import numpy as np
@@ -66,8 +67,9 @@ class PrefixIndex:
 
     An indexed page has a *parent*, the hash of all before it, and a *claim*: so many of its leading slots may be matched, and so must not
     be written. A claim on the whole page gives it a hash of its own, under which its children are found. The index owns one reference
-    of each indexed page. Pages that nobody else owns are *idle*: they stay until they are evicted, least recently used first. A
-    sequence that owns a page owns those before it, and lets go of the last page first: so that order has children before their parents.
+    of each indexed page. Pages that nobody else owns are *idle*: they stay until they are evicted, least recently used first, and those
+    that follow on a page before it. What follows on an idle page may be owned, by sequences that let go of it as it left their window;
+    once it is evicted they own those pages alone.
     """
 
     def __init__(self, pool: PagePool, page_size: int) -> None:
@@ -81,7 +83,7 @@ class PrefixIndex:
         self._hash: dict[int, bytes] = {}
         # Sorted by the bytes of the claimed tokens, so that what agrees longest with a prompt is next to it.
         self._children: dict[bytes, list[int]] = {}
-        self._idle: dict[int, None] = {}
+        self._idle: OrderedDict[int, None] = OrderedDict()
 
     @property
     def num_idle(self) -> int:
@@ -124,16 +126,25 @@ class PrefixIndex:
             self._idle.pop(page, None)
 
     def release(self, pages: np.ndarray) -> None:
-        """Take an owner from each page, in the order in which those that stay idle are to be evicted."""
-        self.pool.release(pages)
-        idle = self._idle
-        for page in pages[(self.claims[pages] > 0) & (self.pool.refs[pages] == 1)].tolist():
+        """Take an owner from each page, in the order in which those that stay idle are to be evicted, all before the pages before them."""
+        for page in self._release(pages):
             # A page that a sequence had under other parents than the index (it was identified late) may come after them.
             found: int | None = page
-            while found is not None and (found in idle or found == page):
-                idle.pop(found, None)
-                idle[found] = None
+            while found is not None and (found in self._idle or found == page):
+                self._idle[found] = None
+                self._idle.move_to_end(found)
                 found = self._page_of.get(self._parent[found])
+
+    def let_go(self, pages: np.ndarray) -> None:
+        """:meth:`release`, without a look at the pages before each, so that the cost does not depend on how many there are."""
+        for page in self._release(pages):
+            self._idle[page] = None
+
+    def touch(self, pages: np.ndarray) -> None:
+        """Idle ones of these pages are used now, the last one most recently."""
+        for page in pages.tolist():
+            if page in self._idle:
+                self._idle.move_to_end(page)
 
     def publish(self, chain: list[bytes], pages: np.ndarray) -> np.ndarray:
         """Index owned pages that are whole and follow on the chain of hashes, which is extended.
@@ -200,7 +211,9 @@ class PrefixIndex:
         """Free at least so many idle pages, or all."""
         goal = self.pool.num_free + count
         while self._idle and self.pool.num_free < goal:
-            before = self.pool.num_free
+            before, page = self.pool.num_free, next(iter(self._idle))
+            if self.has_children(page):
+                self._put_followers_first(page)
             self.forget(next(iter(self._idle)))
             self.num_evicted += self.pool.num_free - before
 
@@ -211,6 +224,20 @@ class PrefixIndex:
             table.clear()
         self.claims[indexed] = 0
         self.pool.release(indexed)
+
+    def _release(self, pages: np.ndarray) -> list[int]:
+        """Take an owner from each page: those that are idle then."""
+        self.pool.release(pages)
+        return pages[(self.claims[pages] > 0) & (self.pool.refs[pages] == 1)].tolist()
+
+    def _put_followers_first(self, page: int) -> None:
+        """Evict the idle ones of the pages that follow on this one next, the last of a chain before those before it."""
+        found = [page]
+        while found:
+            for page in self._children.get(self._hash.get(found.pop(), b""), ()):
+                if page in self._idle:
+                    self._idle.move_to_end(page, last=False)
+                found.append(page)
 
     def _put(self, parent: bytes, page: int, claim: int) -> None:
         self._parent[page] = parent

@@ -13,13 +13,18 @@ class Sequences:
     Attributes:
         table: ``[rows, width]`` int32, the pages of each sequence, -1 behind them.
         lens: ``[rows]`` int64, tokens whose keys and values are in the pages, or are written by a step that was handed out.
-        known: ``[rows]`` int64, how many leading tokens have known ids.
-        chains: a row's root hash and the hashes of its whole pages so far; None for a row that is not to be found by others.
+        gone: ``[rows]`` int64, tokens that were dropped, so that a token's place in the pages is its position less these.
+        first: ``[rows]`` int64, the position from which on that is so and all tokens are in the pages.
+        known: ``[rows]`` int64, how many leading tokens have known ids, dropped ones included.
+        chains: a row's root hash and the hashes of its whole pages so far, without those of pages that were dropped; None for a row that
+            is not to be found by others.
     """
 
     def __init__(self) -> None:
         self.table = np.full((8, 8), -1, np.int32)
         self.lens = np.zeros(8, np.int64)
+        self.gone = np.zeros(8, np.int64)
+        self.first = np.zeros(8, np.int64)
         self.known = np.zeros(8, np.int64)
         self.chains: list[list[bytes] | None] = [None] * 8
         self._rows: dict[int, int] = {}
@@ -74,27 +79,31 @@ class Sequences:
         # All is made before anything is kept, so that running out of memory changes nothing.
         table = np.full((old_rows + more, old_width + wider), -1, np.int32)
         table[:old_rows, :old_width] = self.table
-        lens, known = (np.concatenate([array, np.zeros(more, np.int64)]) for array in (self.lens, self.known))
-        self.table, self.lens, self.known = table, lens, known
+        arrays = [np.concatenate([array, np.zeros(more, np.int64)]) for array in (self.lens, self.gone, self.first, self.known)]
+        self.table, (self.lens, self.gone, self.first, self.known) = table, arrays
         self.chains += [None] * more
         self._open_at += [None] * more
         self._spare += range(old_rows + more - 1, old_rows - 1, -1)
 
-    def add(self, pages: np.ndarray, length: int, known: int, chain: list[bytes] | None) -> int:
+    def add(self, pages: np.ndarray, held: int, known: int, chain: list[bytes] | None, gone: int = 0, first: int = 0) -> int:
         """A new sequence: its number, which never comes again. There must be room."""
         row, seq = self._spare.pop(), self._next
         self._next += 1
         self._rows[seq] = row
         self.table[row, : pages.size] = pages
-        self.lens[row], self.known[row], self.chains[row] = length, known, chain
+        self.lens[row], self.gone[row], self.first[row], self.known[row], self.chains[row] = held, gone, first, known, chain
         self.reopen(row)
         return seq
 
-    def drop_first(self, rows: np.ndarray, counts: np.ndarray, page_size: int) -> None:
-        """Forget so many whole pages at the start of each row, and their tokens."""
-        for row, count in zip(rows[counts > 0].tolist(), counts[counts > 0].tolist()):
-            self.table[row, :-count] = self.table[row, count:].copy()
-            self.table[row, -count:] = -1
+    def drop_pages(self, rows: np.ndarray, begin: int, counts: np.ndarray, page_size: int) -> None:
+        """Forget so many whole pages of each row from place `begin` on, and their tokens."""
+        rows, counts = rows[counts > 0], counts[counts > 0]
+        if not rows.size:
+            return
+        places = np.arange(-(-int(self.lens[rows].max()) // page_size))
+        sources = places + np.where(places < begin, 0, counts[:, None])
+        moved = np.take_along_axis(self.table[rows], np.minimum(sources, places.size), 1)
+        self.table[rows, : places.size] = np.where(sources < places.size, moved, -1)
         self.lens[rows] -= counts * page_size
 
     def remove(self, seq: int, num_pages: int) -> None:
@@ -103,7 +112,7 @@ class Sequences:
         self.chains[row] = None
         self.reopen(row)
         self.table[row, :num_pages] = -1
-        self.lens[row] = self.known[row] = 0
+        self.lens[row] = self.gone[row] = self.first[row] = self.known[row] = 0
         self._spare.append(row)
 
     def reopen(self, row: int) -> None:
@@ -125,3 +134,14 @@ class Sequences:
         """Rows whose first page that is not in the index follows on the page of that hash."""
         rows = self._open.get(parent, {})
         return np.fromiter(rows, np.int64, len(rows))
+
+
+def pages_of(lens: np.ndarray, page_size: int) -> np.ndarray:
+    """How many pages tokens fill, the last one in part."""
+    return -(-lens // page_size)
+
+
+def ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """start, start + 1, ... for each start, as many as its count, one after the other."""
+    ends = np.cumsum(counts)
+    return np.repeat(starts - ends + counts, counts) + np.arange(ends[-1] if ends.size else 0)

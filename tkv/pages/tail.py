@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from tkv.errors import OutOfPages, RangeError
-from tkv.pages.batch import TailBatch
-from tkv.pages.ledger import Ledger, check_growth, pages_of, ranges
+from tkv.pages.batch import TailBatch, check_growth
+from tkv.pages.ledger import Ledger
 from tkv.pages.pool import PagePool
 from tkv.pages.prefix import PrefixIndex, page_hash
+from tkv.pages.sequences import pages_of, ranges
 
 
 class TailLedger:
@@ -44,6 +45,10 @@ class TailLedger:
     def length(self, row: int) -> int:
         """A row's tokens."""
         return self.old.length(row) + self.tail.length(row)
+
+    def held(self, row: int) -> int:
+        """A row's tokens: all of them are in its pages."""
+        return self.length(row)
 
     def pages(self, row: int) -> np.ndarray:
         """A copy of a row's old pages."""
@@ -131,27 +136,29 @@ class TailLedger:
         tail.known[rows] = known - old.known[rows]
         pool.share(reused)
         pool.release(sources)
-        tail.drop_first(rows, due, size)
+        tail.drop_pages(rows, 0, due, size)
         self.num_conversions += made.size
 
         # A copy: later calls change the table, and what was handed out stays.
-        page_table = old.table[rows, :width]
+        page_table, lens = old.table[rows, :width], old.lens[rows].astype(np.int32)
         written = tail.extend(names, rows, ids, new, copied, taken, np.concatenate([reused, fresh]))
         for row in rows[due > 0].tolist():
             old.publish(row)
         return TailBatch(
             seqs=names,
             page_table=page_table,
-            seq_lens=old.lens[rows].astype(np.int32),
+            seq_lens=lens,
             prefix_lens=before.astype(np.int32),
             cu_seqlens=written.cu_seqlens,
             slot_mapping=written.slot_mapping,
             positions=ranges(before, new),
+            kv_start=lens,
             copies=written.copies,
             copy_lens=written.copy_lens,
             filled=written.filled,
             max_q_len=written.max_q_len,
             max_seq_len=width * size,
+            pinned=0,
             tail_page_table=written.page_table,
             tail_lens=written.seq_lens,
             conversions=np.stack([converted, made], 1),

@@ -1,0 +1,158 @@
+"""What a CacheManager can be asked; nothing in here changes one."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tkv.pages.batch import CacheStats, Ints, as_ids
+from tkv.pages.ledger import Ledger
+from tkv.pages.pool import PagePool
+from tkv.pages.prefix import ExtraKeys, root_hash
+from tkv.pages.tail import TailLedger
+
+
+class ManagerView:
+    """The questions to a :class:`CacheManager`."""
+
+    pool: PagePool
+    _ledger: Ledger | TailLedger
+    _prompts: int
+    _hits: int
+    _asked: int
+    _saved: int
+
+    @property
+    def seqs(self) -> list[int]:
+        """The living sequences, oldest first."""
+        return self._ledger.names
+
+    @property
+    def num_available(self) -> int:
+        """Pages of `pool` that steps can still take: free ones and those that are only cached."""
+        return self._ledger.index.num_available
+
+    def length(self, seq: int) -> int:
+        """Tokens of a sequence, those included whose keys were dropped since or evicted: the position of its next token.
+
+        Raises:
+            RangeError, DTypeError: there is no such sequence.
+
+        Example:
+            >>> from tkv.pages import CacheManager, PagePool
+            >>> manager = CacheManager(PagePool(8), page_size=4)
+            >>> manager.length(manager.add([1, 2, 3]))             # none is computed yet
+            0
+        """
+        return self._ledger.length(self._ledger.row(seq))
+
+    def held(self, seq: int) -> int:
+        """Tokens of a sequence whose keys and values are in its pages: less than :meth:`length` once some left its window or were evicted.
+
+        Raises:
+            RangeError, DTypeError: there is no such sequence.
+
+        Example:
+            >>> from tkv.pages import CacheManager, PagePool
+            >>> manager = CacheManager(PagePool(8), page_size=4, window=4)
+            >>> seq = manager.add(range(10))
+            >>> batch = manager.step({seq: range(10)})             # its first tokens see the first keys
+            >>> batch = manager.step({seq: [10]})
+            >>> manager.length(seq), manager.held(seq)
+            (11, 7)
+        """
+        return self._ledger.held(self._ledger.row(seq))
+
+    def pages(self, seq: int) -> np.ndarray:
+        """``[num_pages]`` int32, a sequence's pages of `pool` in order, those of its tail not included: a copy.
+
+        Raises:
+            RangeError, DTypeError: there is no such sequence.
+
+        Example:
+            >>> from tkv.pages import CacheManager, PagePool
+            >>> manager = CacheManager(PagePool(8), page_size=4)
+            >>> batch = manager.step({manager.add([1, 2, 3, 4, 5]): [1, 2, 3, 4, 5]})
+            >>> manager.pages(0).tolist()
+            [0, 1]
+        """
+        return self._ledger.pages(self._ledger.row(seq))
+
+    def tail_pages(self, seq: int) -> np.ndarray:
+        """``[num_pages]`` int32, the pages of a sequence's tail in order: a copy. Without `tail_pool` there are none.
+
+        Raises:
+            RangeError, DTypeError: there is no such sequence.
+
+        Example:
+            >>> from tkv.pages import CacheManager, PagePool
+            >>> manager = CacheManager(PagePool(8), page_size=4, tail_pool=PagePool(8))
+            >>> batch = manager.step({manager.add([1, 2, 3, 4, 5]): [1, 2, 3, 4, 5]})
+            >>> manager.pages(0).tolist(), manager.tail_pages(0).tolist()
+            ([], [0, 1])
+        """
+        return self._ledger.tail_pages(self._ledger.row(seq))
+
+    def tokens(self, seq: int) -> np.ndarray:
+        """``[held]`` int64, ids of the tokens that are in a sequence's pages, -1 where they were not given, or are no longer known since
+        each head kept others.
+
+        Raises:
+            RangeError, DTypeError: there is no such sequence.
+
+        Example:
+            >>> from tkv.pages import CacheManager, PagePool
+            >>> manager = CacheManager(PagePool(8), page_size=4)
+            >>> batch = manager.step({manager.add([1, 2]): [1, 2]})
+            >>> manager.tokens(0).tolist()
+            [1, 2]
+        """
+        return self._ledger.ids_of(self._ledger.row(seq))
+
+    def match(self, tokens: Ints, *, extra_keys: ExtraKeys = None) -> int:
+        """How many tokens of a prompt :meth:`add` would find now. Nothing changes.
+
+        Args:
+            tokens, extra_keys: as for :meth:`add`.
+
+        Returns:
+            The number of leading tokens, at most ``len(tokens) - 1``.
+
+        Raises:
+            DTypeError, ShapeError, RangeError: as for :meth:`add`.
+
+        Example:
+            >>> from tkv.pages import CacheManager, PagePool
+            >>> manager = CacheManager(PagePool(8), page_size=4)
+            >>> batch = manager.step({manager.add([1, 2, 3]): [1, 2, 3]})
+            >>> manager.match([1, 2, 3])
+            2
+        """
+        return self._ledger.match(as_ids("tokens", tokens), root_hash(extra_keys))[1]
+
+    def stats(self) -> CacheStats:
+        """Statistics: hits, tokens saved, pages by their use, evictions, waste.
+
+        Example:
+            >>> from tkv.pages import CacheManager, PagePool
+            >>> manager = CacheManager(PagePool(8), page_size=4)
+            >>> batch = manager.step({manager.add([1, 2, 3]): [1, 2, 3]})
+            >>> stats = manager.stats()
+            >>> stats.tokens_asked, stats.pages_used, stats.waste
+            (3, 1, 1)
+        """
+        ledger = self._ledger
+        holders = ledger.index.holders(np.arange(self.pool.num_pages))
+        return CacheStats(
+            prompts=self._prompts,
+            hits=self._hits,
+            tokens_asked=self._asked,
+            tokens_saved=self._saved,
+            evictions=ledger.index.num_evicted,
+            copies=ledger.num_copies,
+            pages_used=int(np.count_nonzero(holders > 0)),
+            pages_shared=int(np.count_nonzero(holders > 1)),
+            pages_cached=ledger.index.num_idle,
+            pages_free=self.pool.num_free,
+            waste=ledger.waste(),
+            conversions=ledger.num_conversions,
+        )
