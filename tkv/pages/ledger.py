@@ -262,8 +262,8 @@ class Ledger(Sequences):
             )
         if self.window is not None and first and self.pinned < length < first + self.window - 1:
             raise RangeError(
-                f"length: expected {first + self.window - 1} or more, or at most the {self.pinned} pinned tokens, got {length}: a next "
-                f"token sees {self.window} tokens, and of sequence {seq} those before position {first} left the window and were dropped"
+                f"length: expected {first + self.window - 1} or more, or at most the {self.pinned} pinned tokens, got {length}: of "
+                f"sequence {seq} tokens before position {first} left the window of {self.window} and were dropped; a next one needs them"
             )
 
     def free(self, seq: int) -> None:

@@ -102,7 +102,7 @@ class Sequences:
             return
         places = np.arange(-(-int(self.lens[rows].max()) // page_size))
         sources = places + np.where(places < begin, 0, counts[:, None])
-        moved = np.take_along_axis(self.table[rows], np.minimum(sources, places.size), 1)
+        moved = np.take_along_axis(self.table[rows], np.minimum(sources, places.size - 1), 1)
         self.table[rows, : places.size] = np.where(sources < places.size, moved, -1)
         self.lens[rows] -= counts * page_size
 
