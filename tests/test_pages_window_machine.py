@@ -114,8 +114,10 @@ class Machine(RuleBasedStateMachine):
         past = self.past[seq]
         old = len(past.tokens)
         length = min(cut, old) if far else max(0, old - cut)
-        # Also the one before it, which a window of 1 does not show.
-        needed = {i // self.size for i in range(length) if self.sees(i, length) or i < self.pinned * self.size or i == length - 1}
+        # A cut is not in the middle of what was dropped, also where a window of 1 sees nothing of it.
+        needed = {i // self.size for i in range(length + 1) if self.sees(i, length) or i < self.pinned * self.size}
+        if length == self.pinned * self.size:
+            needed -= {length // self.size}
         if length == old or needed <= set(past.pages):
             self.manager.truncate(seq, length)
             past.cut(length)
