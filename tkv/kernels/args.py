@@ -156,6 +156,15 @@ class NewStrides(NamedTuple):
     head: int
 
 
+class Rows(NamedTuple):
+    """Rows ``[token, head, ...]`` that are gathered, and their scales where they have any."""
+
+    ptr: Any
+    strides: NewStrides
+    scale_ptr: Any
+    scale_strides: NewStrides
+
+
 class RopeTables(NamedTuple):
     """The tables of a :class:`tkv.Rope`, or None; strides of their rows."""
 

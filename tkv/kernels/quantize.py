@@ -28,10 +28,10 @@ def quantize_kernel(
     mask = tokens < PAGE_SIZE
     if WITH_K:
         k_rows = src.k.ptr + (offsets_of(src_page, tokens, src.k.strides) + heads * src.k.strides.head)
-        write_rows(k_rows, dst.k, heads, dst_page, tokens, mask, K, TARGET)
+        write_rows(k_rows, dst.k, heads, dst_page, tokens, mask, tokens, None, K, False, None, TARGET)
     if WITH_V:
         v_rows = src.v.ptr + (offsets_of(src_page, tokens, src.v.strides) + heads * src.v.strides.head)
-        write_rows(v_rows, dst.v, heads, dst_page, tokens, mask, V, TARGET)
+        write_rows(v_rows, dst.v, heads, dst_page, tokens, mask, tokens, None, V, False, None, TARGET)
 
 
 @triton.jit(do_not_specialize=["src_num_pages", "dst_num_pages"])

@@ -61,7 +61,7 @@ def plan_copy(src: KVCache, dst: KVCache, src_pages: torch.Tensor, dst_pages: to
 
     k, v = src.words
     block_d = padded(max(k.shape[3], v.shape[3]))
-    scales = [_scale_words(scale, kind) for scale, kind in zip(src.scale_words, (src.k_format, src.v_format))]
+    scales = [scale_words(scale, kind) for scale, kind in zip(src.scale_words, (src.k_format, src.v_format))]
     block_s = padded(max(*scales, 1))
     block_r = max(1, 2048 // max(block_d, block_s))
     return Launch(
@@ -75,7 +75,7 @@ def plan_copy(src: KVCache, dst: KVCache, src_pages: torch.Tensor, dst_pages: to
     )
 
 
-def _scale_words(scale: torch.Tensor | None, kind: KVFormat) -> int:
+def scale_words(scale: torch.Tensor | None, kind: KVFormat) -> int:
     """Words of scales that belong to a row: a head of a token, or of a page."""
     if scale is None or not kind.is_dynamic:
         return 0

@@ -2,14 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 
 from tkv.cache import KVCache
-from tkv.errors import UnsupportedError
-from tkv.kernels.args import NewStrides
+from tkv.errors import ShapeError, UnsupportedError
+from tkv.kernels.args import NewStrides, Rows
 from tkv.ops.attention import check_table
-from tkv.ops.checks import FLOATS, INTEGERS, check_cache, check_flag, check_int, check_pages, check_tensor, checks_on
-from tkv.ops.launch import Launch, arch_name, check_launchable, interpreting, padded, paged_bytes, row_storages, target_for
+from tkv.ops.checks import (
+    FLOATS,
+    INTEGERS,
+    check_cache,
+    check_flag,
+    check_int,
+    check_pages,
+    check_pinned,
+    check_rope,
+    check_tensor,
+    checks_on,
+)
+from tkv.ops.copy import scale_words
+from tkv.ops.launch import (
+    Launch,
+    arch_name,
+    check_launchable,
+    interpreting,
+    padded,
+    paged_bytes,
+    rope_args,
+    row_storages,
+    target_for,
+)
+from tkv.rope import Rope
 
 
 def gather_window(
@@ -21,13 +47,16 @@ def gather_window(
     sinks: int = 0,
     dense: bool = False,
     kv_start: torch.Tensor | None = None,
+    pinned: int = 0,
     dtype: torch.dtype | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Keys and values of each sequence's sink tokens and last `window` tokens, decoded.
+    dequantize: bool = True,
+    rope: Rope | None = None,
+) -> tuple[Any, ...]:
+    """Keys and values of each sequence's sink tokens and last `window` tokens, decoded or as they are stored.
 
-    Of a sequence of L keys those at positions below `sinks` and the last `window` are given, in order and each once. All codes decode
-    right: NaN stays NaN. Nothing is read back from the device, so the buffers have a size that only shapes decide:
-    ``rows = min(sinks + window, table width * page_size)`` a sequence.
+    Of each sequence the keys at positions below `sinks` and those at the last `window` positions, up to its last key's, are given, in
+    order and each once. All codes decode right: NaN stays NaN. Nothing is read back from the device, so the buffers have a size that only
+    shapes decide: ``rows = min(sinks + window, table width * page_size)`` a sequence.
 
     Args:
         cache: K and V, of any formats.
@@ -36,8 +65,11 @@ def gather_window(
         window: how many of the last tokens; 0 for none, None for all.
         sinks: how many of the first positions.
         dense: ``[num_seqs, rows, ...]``, each sequence's tokens first; else all sequences' tokens one after the other.
-        kv_start: ``[num_seqs]`` int32 or int64, position of each sequence's logical key 0; 0 if None.
+        kv_start, pinned: where keys stand, as in `paged_decode`.
         dtype: of k and v: float32, float16 or bfloat16; that of the cache if None and K and V are native alike, else float32.
+        dequantize: False gives numbers as they are stored, with their scales.
+        rope: keys in the cache are not rotated; those that are returned are, in float32: by their place in what is kept of their sequence
+            (StreamingLLM's positions inside of the cache), with ``window=None`` by their position.
 
     Returns:
         k ``[num_seqs * rows, num_kv_heads, head_dim]`` and v likewise, or ``[num_seqs, rows, ...]`` with `dense`; positions
@@ -66,60 +98,102 @@ def gather_window(
     check_flag("dense", dense)
     if kv_start is not None:
         check_tensor("kv_start", kv_start, (num_seqs,), INTEGERS, cache.device)
+    pinned = check_pinned(pinned, cache.page_size)
+    if rope is not None:
+        check_rope(rope, cache)
+        if window is not None and rope.num_rows < min(sinks + window, page_table.shape[1] * cache.page_size):
+            raise ShapeError(f"rope: expected tables of sinks + window = {sinks + window} rows or more, got {rope.num_rows}")
+    if not check_flag("dequantize", dequantize):
+        for name, given in (("dtype", dtype), ("rope", rope)):
+            if given is not None:
+                raise UnsupportedError(f"{name}: numbers are given as they are stored with dequantize=False; pass None")
+        if cache.k_format.scale == "page_channel":
+            raise UnsupportedError(f"dequantize: the scales of {cache.k_format} belong to pages, not to tokens; pass True")
     if dtype is None:
         dtype = cache.k.dtype if cache.is_native and cache.k.dtype == cache.v.dtype else torch.float32
     if dtype not in FLOATS:
         raise UnsupportedError(f"dtype: expected {', '.join(map(str, FLOATS))}, got {dtype}")
     check_launchable(cache.device)
     if checks_on():
-        last = seq_lens - 1 if kv_start is None else seq_lens - 1 + kv_start
+        last = seq_lens - 1 if kv_start is None else seq_lens - 1 + torch.where(seq_lens > pinned, kv_start, 0)
         # A window of 0 and no sinks: no position is at least 2^30 away.
         first, seen = (last, max(window or 0, 0)) if window is not None else (last, None)
-        check_pages("seq_lens", page_table, seq_lens, kv_start, first, last, seen, sinks, cache)
+        check_pages("seq_lens", page_table, seq_lens, kv_start, first, last, seen, sinks, cache, pinned=pinned)
 
     capacity = page_table.shape[1] * cache.page_size
     rows = capacity if window is None else min(sinks + window, capacity)
-    lens = _kept(seq_lens, kv_start, capacity, window, sinks)
+    lens = _kept(seq_lens, kv_start, pinned, capacity, window, sinks)
     cu_lens = torch.nn.functional.pad(lens.cumsum(0, dtype=torch.int32), (1, 0))
     shape = (page_table.shape[0], rows) if dense else (page_table.shape[0] * rows,)
-    k = torch.empty(*shape, cache.num_kv_heads, cache.head_dim, dtype=dtype, device=cache.device)
-    v = torch.empty(*shape, cache.num_kv_heads, cache.v_head_dim, dtype=dtype, device=cache.device)
     positions = torch.empty(shape, dtype=torch.int32, device=cache.device)
+    sides = ((cache.k, cache.k_scale, cache.k_format, cache.head_dim), (cache.v, cache.v_scale, cache.v_format, cache.v_head_dim))
+    numbers, scales = [], []
+    for data, scale, kind, dim in sides:
+        size, own = (dim, dtype) if dequantize else (data.shape[3], data.dtype)
+        numbers.append(torch.empty(*shape, cache.num_kv_heads, size, dtype=own, device=cache.device))
+        of_rows = None
+        if not dequantize and kind.is_dynamic and scale is not None:
+            of_rows = torch.empty(*shape, *scale.shape[2:], dtype=scale.dtype, device=cache.device)
+        scales.append(of_rows)
     if positions.numel():
         plan_gather(
-            cache, page_table, seq_lens, k, v, positions, cu_lens, arch_name(cache.device), interpreting(),
-            window=window, sinks=sinks, kv_start=kv_start,
+            cache, page_table, seq_lens, numbers, scales, positions, cu_lens, arch_name(cache.device), interpreting(),
+            window=window, sinks=sinks, kv_start=kv_start, pinned=pinned, dequantize=dequantize, rope=rope,
         ).run(cache.device)  # fmt: skip
-    return k, v, positions, cu_lens
+    if dequantize:
+        return *numbers, positions, cu_lens
+    of_cache = (scale if kind.is_static else own for own, (_, scale, kind, _) in zip(scales, sides, strict=True))
+    return *numbers, positions, cu_lens, *of_cache
 
 
-def _kept(seq_lens: torch.Tensor, kv_start: torch.Tensor | None, capacity: int, window: int | None, sinks: int) -> torch.Tensor:
+def _kept(
+    seq_lens: torch.Tensor, kv_start: torch.Tensor | None, pinned: int, capacity: int, window: int | None, sinks: int
+) -> torch.Tensor:
     """How many keys of each sequence are given."""
     lens = seq_lens.clamp(0, capacity)
     if window is None:
         return lens
-    sink_end = (sinks - kv_start).clamp_min(0).minimum(lens) if kv_start is not None else lens.clamp_max(sinks)
-    return sink_end + (lens - sink_end).clamp_max(window)
+    if kv_start is None:
+        sink_end = lens.clamp_max(sinks)
+        return sink_end + (lens - sink_end).clamp_max(window)
+    behind = lens + torch.where(lens > pinned, kv_start, 0)
+    sink_end = (sinks - kv_start).clamp_min(min(sinks, pinned)).minimum(lens)
+    first = behind - window
+    begin = torch.maximum(first.clamp_max(pinned), first - kv_start).maximum(sink_end).minimum(lens)
+    return sink_end + lens - begin
 
 
 def plan_gather(
-    cache: KVCache, page_table: torch.Tensor, seq_lens: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor,
-    cu_lens: torch.Tensor, arch: str, interpret: bool = False, *, window: int | None, sinks: int, kv_start: torch.Tensor | None = None,
+    cache: KVCache, page_table: torch.Tensor, seq_lens: torch.Tensor, numbers: Sequence[torch.Tensor],
+    scales: Sequence[torch.Tensor | None], positions: torch.Tensor, cu_lens: torch.Tensor, arch: str, interpret: bool = False, *,
+    window: int | None, sinks: int, kv_start: torch.Tensor | None = None, pinned: int = 0, dequantize: bool = True,
+    rope: Rope | None = None,
 ) -> Launch:  # fmt: skip
-    """The launch behind `gather_window`. k, v and positions are its results."""
+    """The launch behind `gather_window`. `numbers` are its k and v, `scales` theirs; they and `positions` are filled."""
     from tkv.kernels.gather import gather_kernel
 
     # 8 numbers a thread.
     block_r = max(1, 1024 // padded(max(cache.head_dim, cache.v_head_dim)))
-    num_seqs = page_table.shape[0]
-    num_rows = positions.numel()
+    num_seqs, num_rows = page_table.shape[0], positions.numel()
+    outs, counts = [], []
+    for data, scale, words, kind in zip(numbers, scales, cache.bytes, (cache.k_format, cache.v_format), strict=True):
+        if not dequantize and data.dtype != words.dtype:
+            data = data.view(words.dtype)
+        scale_strides = NewStrides(0, 0)
+        if scale is not None:
+            # A scale and its minimum are one word.
+            scale = scale.view(torch.int32)[..., 0] if kind.is_asymmetric else scale
+            scale_strides = NewStrides(*scale.flatten(0, positions.dim() - 1).stride()[:2])
+        outs.append(Rows(data, NewStrides(*data.stride()[-3:-1]), scale, scale_strides))
+        counts.append(0 if dequantize else scale_words(scale, kind))
+    tables, rotary = rope_args(rope)
     return Launch(
         gather_kernel,
         (-(-num_rows * cache.num_kv_heads // block_r),),
-        (paged_bytes(cache), page_table, seq_lens, cu_lens, k, v, positions, kv_start, page_table.stride(0))
-        + (NewStrides(*k.stride()[-3:-1]), NewStrides(*v.stride()[-3:-1]), num_seqs, num_rows, num_rows // num_seqs)
-        + (num_seqs.bit_length() + 1, cache.num_pages, page_table.shape[1], cache.num_kv_heads, window or 0, sinks)
-        + (cache.page_size, block_r, positions.dim() == 2, window is None, *row_storages(cache), target_for(arch, interpret)),
+        (paged_bytes(cache), page_table, seq_lens, cu_lens, *outs, positions, kv_start, tables, page_table.stride(0), num_seqs, num_rows)
+        + (num_rows // num_seqs, num_seqs.bit_length() + 1, cache.num_pages, page_table.shape[1], cache.num_kv_heads, window or 0, sinks)
+        + (pinned, cache.page_size, block_r, positions.dim() == 2, window is None, not dequantize, *counts, padded(max(counts)))
+        + (*row_storages(cache), rotary, target_for(arch, interpret)),
         num_warps=4,
         num_stages=1,
     )

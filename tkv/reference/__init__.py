@@ -4,6 +4,7 @@ Every function takes the arguments of the op of the same name. Cached numbers ar
 """
 
 from tkv.reference.attention import attention, look, merge_states, paged_decode, prefix_prefill, visible
+from tkv.reference.eviction import compact_kv, rotate_keys
 from tkv.reference.rope import rotate
 from tkv.reference.scores import key_scores
 from tkv.reference.storage import LARGEST, dequantize, encode, gather, gather_window, quantize_pages, scales_of, write_kv
@@ -11,6 +12,7 @@ from tkv.reference.storage import LARGEST, dequantize, encode, gather, gather_wi
 __all__ = [
     "LARGEST",
     "attention",
+    "compact_kv",
     "dequantize",
     "encode",
     "gather",
@@ -22,6 +24,7 @@ __all__ = [
     "prefix_prefill",
     "quantize_pages",
     "rotate",
+    "rotate_keys",
     "scales_of",
     "visible",
     "write_kv",

@@ -7,6 +7,8 @@ import torch
 
 from tkv.cache import KVCache
 from tkv.formats import KVFormat
+from tkv.reference.rope import rotate
+from tkv.rope import Rope
 
 LARGEST = {"fp8_e4m3": 448.0, "fp8_e5m2": 57344.0, "int8": 127.0}
 LARGEST_HALF = 65504.0
@@ -147,11 +149,14 @@ def dequantize(data: torch.Tensor, scale: torch.Tensor | None, kind: KVFormat) -
     return torch.from_numpy(numbers.cpu().numpy().astype(numpy.float16)).to(data.device).double()
 
 
-def write_kv(k: torch.Tensor, v: torch.Tensor, cache: KVCache, slot_mapping: torch.Tensor) -> None:
+def write_kv(
+    k: torch.Tensor, v: torch.Tensor, cache: KVCache, slot_mapping: torch.Tensor, *, rope: Rope | None = None,
+    positions: torch.Tensor | None = None,
+) -> None:  # fmt: skip
     """Store new keys and values in their slots, as :func:`tkv.write_kv`.
 
     Args:
-        k, v, cache, slot_mapping: as there.
+        k, v, cache, slot_mapping, rope, positions: as there.
 
     Example:
         >>> cache = KVCache.empty(1, 4, 1, 16, format="fp32")
@@ -159,6 +164,8 @@ def write_kv(k: torch.Tensor, v: torch.Tensor, cache: KVCache, slot_mapping: tor
         >>> cache.k[0, 3].sum().item()
         16.0
     """
+    if rope is not None and positions is not None:
+        k = rotate(k, positions.clamp_min(0), rope)
     for token, slot in enumerate(slot_mapping.tolist()):
         if 0 <= slot < cache.num_slots:
             _store(k[token], v[token], cache, divmod(slot, cache.page_size))
@@ -228,11 +235,13 @@ def gather_window(
     window: int | None,
     sinks: int = 0,
     kv_start: torch.Tensor | None = None,
+    pinned: int = 0,
+    rope: Rope | None = None,
 ) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """What is kept of each sequence, as :func:`tkv.gather_window`.
 
     Args:
-        cache, page_table, seq_lens, window, sinks, kv_start: as there.
+        cache, page_table, seq_lens, window, sinks, kv_start, pinned, rope: as there.
 
     Returns:
         Of each sequence k ``[num_kept, num_kv_heads, head_dim]`` and v in float64, and positions ``[num_kept]``.
@@ -246,9 +255,12 @@ def gather_window(
     kept = []
     for seq, length in enumerate(seq_lens.clamp(0, page_table.shape[1] * cache.page_size).tolist()):
         keys = torch.arange(length, device=page_table.device)
-        positions = keys + (0 if kv_start is None else int(kv_start[seq]))
-        if window is not None:
-            keep = (keys >= length - window) | (positions < sinks)
+        positions = keys + (0 if kv_start is None else int(kv_start[seq]) * (keys >= pinned))
+        if window is not None and length:
+            keep = (positions[-1] - positions < window) | (positions < sinks)
             keys, positions = keys[keep], positions[keep]
-        kept.append((*gather(cache, page_table[seq], keys), positions))
+        k, v = gather(cache, page_table[seq], keys)
+        if rope is not None:
+            k = rotate(k, positions if window is None else torch.arange(len(keys), device=keys.device), rope)
+        kept.append((k, v, positions))
     return kept

@@ -22,6 +22,7 @@ from tkv.formats import parse_pair
 from tkv.levels import SharedLevel
 from tkv.ops.attention import Options
 from tkv.ops.cascade import plan_cascade
+from tkv.ops.compact import plan_compact
 from tkv.ops.copy import plan_copy
 from tkv.ops.decode import plan_decode
 from tkv.ops.gather import plan_gather
@@ -29,6 +30,8 @@ from tkv.ops.launch import Launch
 from tkv.ops.merge import plan_merge
 from tkv.ops.prefill import plan_prefill
 from tkv.ops.quantize import plan_quantize
+from tkv.ops.rotate import plan_rotate
+from tkv.ops.scores import plan_scores
 from tkv.ops.write import plan_write
 from tkv.rope import Rope
 from tkv.tune import machine_code
@@ -37,8 +40,8 @@ from tkv.tune.arch import arch as arch_facts
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 # A batch and a table like an engine's; sizes that reach the kernel as run-time values only.
 NUM_SEQS, MAX_PAGES, NUM_KV_HEADS = 8, 512, 8
-ATTENTION = ("decode", "prefill", "prefill_cached", "level")
-OPS = (*ATTENTION, "merge", "depth", "write", "copy", "gather", "quantize", "channels")
+ATTENTION = ("decode", "prefill", "prefill_cached", "level", "scores")
+OPS = (*ATTENTION, "merge", "depth", "write", "copy", "gather", "quantize", "channels", "compact", "rotate")
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,7 @@ class Case:
         format: of the cache, or of K and of V with a ``+`` between.
         head_dim, group, q_len, page_size: the shape.
         v_head_dim: of V if it differs. shared: V is a view of K's first dims.
-        window, softcap, alibi, tree: options that the kernel is compiled for.
+        window, softcap, alibi, tree, rope, pinned: options that the kernel is compiled for.
 
     Example:
         >>> Case("decode", dtype="fp16", format="int8/token_head", head_dim=64).name
@@ -148,14 +151,25 @@ def launch_of(case: Case, arch: str, **overrides: Any) -> Launch:
         return plan_copy(cache, cache, counts(NUM_SEQS), counts(NUM_SEQS))
     if case.op == "write":
         new_k, new_v = empty(NUM_SEQS, NUM_KV_HEADS, case.head_dim), empty(NUM_SEQS, NUM_KV_HEADS, v_dim)
-        return plan_write(new_k, new_v, cache, torch.empty(NUM_SEQS, dtype=torch.int64, device="meta"), arch)
+        rope, positions = (_rope_of(case), counts(NUM_SEQS)) if case.rope else (None, None)
+        return plan_write(
+            new_k, new_v, cache, torch.empty(NUM_SEQS, dtype=torch.int64, device="meta"), arch, rope=rope, positions=positions
+        )
+    if case.op == "compact":
+        scores = empty(cache.num_pages, case.page_size, NUM_KV_HEADS, dtype=torch.float32)
+        return plan_compact(cache, counts(NUM_SEQS, MAX_PAGES), counts(NUM_SEQS, NUM_KV_HEADS, 256), counts(NUM_SEQS), scores)[0]
+    if case.op == "rotate":
+        places = counts(NUM_SEQS, 256)
+        return plan_rotate(cache, counts(NUM_SEQS, MAX_PAGES), counts(NUM_SEQS), places, places, _rope_of(case), arch)
     if case.op in ("quantize", "channels"):
         source = KVCache.empty(4096, case.page_size, NUM_KV_HEADS, case.head_dim, case.dtype, device="meta", v_head_dim=v_dim)
         return plan_quantize(source, cache, counts(NUM_SEQS), counts(NUM_SEQS), arch)[case.op == "channels"]
     if case.op == "gather":
         k, v = empty(NUM_SEQS * 1000, NUM_KV_HEADS, case.head_dim), empty(NUM_SEQS * 1000, NUM_KV_HEADS, v_dim)
         positions, lens = counts(NUM_SEQS * 1000), counts(NUM_SEQS + 1)
-        return plan_gather(cache, counts(NUM_SEQS, MAX_PAGES), lens[1:], k, v, positions, lens, arch, window=996, sinks=4)
+        rope = _rope_of(case) if case.rope else None
+        pages = counts(NUM_SEQS, MAX_PAGES)
+        return plan_gather(cache, pages, lens[1:], (k, v), (None, None), positions, lens, arch, window=996, sinks=4, rope=rope)
 
     options = Options(
         scale=0.1,
@@ -177,7 +191,10 @@ def launch_of(case: Case, arch: str, **overrides: Any) -> Launch:
     else:
         q = empty(NUM_SEQS, case.q_len, num_q_heads, case.head_dim)
         out, lse = empty(*q.shape[:-1], v_dim), empty(q.shape[:-1], dtype=torch.float32)
-        if case.op == "level":
+        if case.op == "scores":
+            scores = empty(cache.num_pages, case.page_size, NUM_KV_HEADS, dtype=torch.float32)
+            launches = plan_scores(q, cache, table, lengths, lse, scores, arch, False, options, **overrides)
+        elif case.op == "level":
             levels = [SharedLevel(table[:1], lengths[:1], lengths[:1], cu_seqlens[:2], lengths, NUM_SEQS, MAX_PAGES * case.page_size)]
             launches = plan_cascade(q, cache, levels, table, lengths, out, lse, arch, False, options, **overrides)
         else:

@@ -33,3 +33,15 @@ def load_angles(tables, dims, turns, ROPE: tl.constexpr):
     cos = tl.load(tables.cos_ptr + (rows * tables.cos_stride + pairs), mask=rotated, other=1.0)
     sin = tl.load(tables.sin_ptr + (rows * tables.sin_stride + pairs), mask=rotated, other=0.0)
     return cos, tl.where(is_first == (turns >= 0), -sin, sin)
+
+
+@triton.jit
+def load_rotated(row_ptrs, dims, mask, in_row, turns, rope, ROTATED: tl.constexpr, ROPE: tl.constexpr):
+    """Some dims of rows, [rows, dims] float32, if ROTATED by `turns`; `row_ptrs`, `mask` and `turns` are those of rows."""
+    x = tl.load(row_ptrs[:, None] + dims[None, :], mask=mask[:, None] & in_row[None, :], other=0.0).to(tl.float32)
+    if ROTATED:
+        in_pair = mask[:, None] & (in_row & (dims < ROPE.DIM))[None, :]
+        partner = tl.load(row_ptrs[:, None] + partner_of(dims, ROPE)[None, :], mask=in_pair, other=0.0).to(tl.float32)
+        cos, sin = load_angles(rope, dims[None, :], turns[:, None], ROPE)
+        x = x * cos + partner * sin
+    return x

@@ -11,7 +11,7 @@ from tkv.kernels.tiles import codec
 from tkv.kernels.tiles.dots import round_to
 from tkv.kernels.tiles.load import load_channels, turned_unit
 from tkv.kernels.tiles.pieces import piece_dims
-from tkv.kernels.tiles.rope import load_angles, partner_of
+from tkv.kernels.tiles.rope import load_rotated
 from tkv.kernels.tiles.softmax import LOG2_E
 
 
@@ -122,12 +122,10 @@ def load_query(
     largest = q_sum
     for piece in tl.static_range(K_PIECES):
         dims, in_row = piece_dims(piece, K)
-        part = tl.load(q_ptr[:, None] + dims[None, :], mask=in_rows[:, None] & in_row[None, :], other=0.0)
         if ROPE.DIM > 0:
-            in_pair = in_rows[:, None] & (in_row & (dims < ROPE.DIM))[None, :]
-            partner = tl.load(q_ptr[:, None] + partner_of(dims, ROPE)[None, :], mask=in_pair, other=0.0)
-            cos, sin = load_angles(rope, dims[None, :], turns[:, None], ROPE)
-            part = part.to(tl.float32) * cos + partner.to(tl.float32) * sin
+            part = load_rotated(q_ptr, dims, in_rows, in_row, turns, rope, True, ROPE)
+        else:
+            part = tl.load(q_ptr[:, None] + dims[None, :], mask=in_rows[:, None] & in_row[None, :], other=0.0)
         if K.CODE == "native":
             part = round_to(part, DTYPE, TARGET) if ROPE.DIM > 0 else part.to(DTYPE)
         else:

@@ -7,6 +7,7 @@ from tkv.kernels.tiles import codec
 from tkv.kernels.tiles.dots import round_to
 from tkv.kernels.tiles.paging import offsets_of
 from tkv.kernels.tiles.pieces import piece_dims, run_words
+from tkv.kernels.tiles.rope import load_angles, load_rotated, partner_of
 
 
 @triton.jit
@@ -40,14 +41,13 @@ def symmetric_scale(largest, STORAGE: tl.constexpr):
 
 
 @triton.jit
-def load_row_pieces(x_rows, mask, STORAGE: tl.constexpr):
-    """New rows in float32, pieces [BLOCK_R, words]."""
+def load_row_pieces(x_rows, mask, turns, rope, STORAGE: tl.constexpr, ROTATED: tl.constexpr, ROPE: tl.constexpr):
+    """New rows in float32, ROTATED or not, pieces [BLOCK_R, words]."""
     PIECES: tl.constexpr = STORAGE.RUNS * STORAGE.PLANES
     pieces = ()
     for piece in tl.static_range(PIECES):
         dims, in_row = piece_dims(piece, STORAGE)
-        x = tl.load(x_rows[:, None] + dims[None, :], mask=mask[:, None] & in_row[None, :], other=0.0)
-        pieces = pieces + (x.to(tl.float32),)
+        pieces = pieces + (load_rotated(x_rows, dims, mask, in_row, turns, rope, ROTATED, ROPE),)
     return pieces
 
 
@@ -82,7 +82,7 @@ def store_scales(ptrs, scales, minima, mask, STORAGE: tl.constexpr):
 
 
 @triton.jit
-def store_group_scales(x_rows, scale_rows, mask, STORAGE: tl.constexpr):
+def store_group_scales(x_rows, scale_rows, mask, turns, rope, STORAGE: tl.constexpr, ROTATED: tl.constexpr, ROPE: tl.constexpr):
     """Compute and store the scales of every group of rows. Gives (scales, minima), pieces [BLOCK_R, words] of them."""
     GROUPS: tl.constexpr = STORAGE.DIM // STORAGE.GROUP
     PIECES: tl.constexpr = STORAGE.RUNS * STORAGE.PLANES
@@ -94,7 +94,7 @@ def store_group_scales(x_rows, scale_rows, mask, STORAGE: tl.constexpr):
     minima = scales
     for group in tl.static_range(GROUPS):
         dims = group * STORAGE.GROUP + tl.arange(0, STORAGE.GROUP)
-        x = tl.load(x_rows[:, None] + dims[None, :], mask=mask[:, None], other=0.0).to(tl.float32)
+        x = load_rotated(x_rows, dims, mask, dims >= 0, turns, rope, ROTATED, ROPE)
         if STORAGE.ASYMMETRIC:
             scale, minimum = pair_of_range(least_finite(x, mask[:, None], 1), least_finite(-x, mask[:, None], 1), STORAGE)
         else:
@@ -124,20 +124,26 @@ def encode_piece(x, scales, minima, STORAGE: tl.constexpr):
 
 
 @triton.jit
-def write_rows(x_rows, stored, heads, pages, page_rows, mask, STORAGE: tl.constexpr, TARGET: tl.constexpr):
-    """Encode rows, whose dim 0 `x_rows` point to, and store them with their scales. All are [BLOCK_R]."""
+def write_rows(
+    x_rows, stored, heads, pages, page_rows, mask, turns, rope,
+    STORAGE: tl.constexpr, ROTATED: tl.constexpr, ROPE: tl.constexpr, TARGET: tl.constexpr,
+):  # fmt: skip
+    """Encode rows, whose dim 0 `x_rows` point to, and store them with their scales. All are [BLOCK_R].
+
+    If they are to be ROTATED, they are so by `turns` before.
+    """
     RUNS: tl.constexpr = STORAGE.RUNS
     PLANES: tl.constexpr = STORAGE.PLANES
     rows = stored.ptr + (offsets_of(pages, page_rows, stored.strides) + heads * stored.strides.head)
     scale_rows = stored.scale_ptr
     if STORAGE.SCALE == "token_head" or STORAGE.SCALE == "group":
         scale_rows = stored.scale_ptr + (offsets_of(pages, page_rows, stored.scale_strides) + heads * stored.scale_strides.head)
-    pieces = load_row_pieces(x_rows, mask, STORAGE)
+    pieces = load_row_pieces(x_rows, mask, turns, rope, STORAGE, ROTATED, ROPE)
     if STORAGE.SCALE == "token_head":
         scales, minima = row_scales(pieces, mask, STORAGE)
         store_scales(scale_rows, scales, minima, mask, STORAGE)
     elif STORAGE.SCALE == "group":
-        scales, minima = store_group_scales(x_rows, scale_rows, mask, STORAGE)
+        scales, minima = store_group_scales(x_rows, scale_rows, mask, turns, rope, STORAGE, ROTATED, ROPE)
     for run in tl.static_range(RUNS):
         words = run_words(run, STORAGE)
         in_row = mask[:, None] & (words < STORAGE.DIM // STORAGE.PLANES)[None, :]
@@ -172,40 +178,68 @@ def static_scales(stored, heads, dims, in_dims, STORAGE: tl.constexpr):
 
 
 @triton.jit
-def read_rows(out_rows, stored, heads, pages, page_rows, mask, exists, STORAGE: tl.constexpr, TARGET: tl.constexpr):
-    """Decode rows and store them to where `out_rows` point; those of `mask` that do not exist become 0. All are [BLOCK_R]."""
-    RUNS: tl.constexpr = STORAGE.RUNS
-    PLANES: tl.constexpr = STORAGE.PLANES
+def read_dims(stored, heads, pages, page_rows, dims, mask, in_dims, STORAGE: tl.constexpr, TARGET: tl.constexpr):
+    """Any dims of rows, decoded, [BLOCK_R, dims] float32; 0 where `mask` or `in_dims` are not set."""
+    exists = mask[:, None] & in_dims[None, :]
+    columns = dims
+    if STORAGE.PLANES == 4:
+        columns = dims % (STORAGE.DIM // 4)
     rows = stored.ptr + (offsets_of(pages, page_rows, stored.strides) + heads * stored.strides.head)
-    DTYPE: tl.constexpr = out_rows.dtype.element_ty
-    for run in tl.static_range(RUNS):
-        columns = run_words(run, STORAGE)
-        in_row = exists[:, None] & (columns < STORAGE.DIM // STORAGE.PLANES)[None, :]
-        words = tl.load(rows[:, None] + columns[None, :], mask=in_row, other=0)
-        for plane in tl.static_range(PLANES):
-            dims, in_dims = piece_dims(run * STORAGE.PLANES + plane, STORAGE)
-            if STORAGE.CODE == "native":
-                x = words.to(tl.float32)
+    words = tl.load(rows[:, None] + columns[None, :], mask=exists, other=0)
+    if STORAGE.CODE == "native":
+        x = words.to(tl.float32)
+    else:
+        if STORAGE.PLANES == 4:
+            words = words.to(tl.int32) >> (4 * (dims // (STORAGE.DIM // 4)))[None, :]
+        codes = codec.decode(words, 0, STORAGE)
+        if STORAGE.SCALE == "tensor" or STORAGE.SCALE == "head" or STORAGE.SCALE == "channel":
+            x = codes * static_scales(stored, heads, dims, in_dims, STORAGE)
+        else:
+            scale_rows = stored.scale_ptr + (offsets_of(pages, page_rows, stored.scale_strides) + heads * stored.scale_strides.head)
+            columns = dims
+            if STORAGE.SCALE == "token_head":
+                columns = dims * 0
+            elif STORAGE.SCALE == "group":
+                columns = dims // STORAGE.GROUP
+            scales = tl.load(scale_rows[:, None] + columns[None, :], mask=exists, other=0)
+            minima = scales
+            if STORAGE.ASYMMETRIC:
+                scales, minima = codec.split_pair(scales)
+            if STORAGE.SCALE == "token_head":
+                x = codes * scales.to(tl.float32)
+                if STORAGE.ASYMMETRIC:
+                    x = x + minima.to(tl.float32)
             else:
-                codes = codec.decode(words, plane, STORAGE)
-                if STORAGE.SCALE == "tensor" or STORAGE.SCALE == "head" or STORAGE.SCALE == "channel":
-                    x = codes * static_scales(stored, heads, dims, in_dims, STORAGE)
-                else:
-                    scale_rows = stored.scale_ptr + (offsets_of(pages, page_rows, stored.scale_strides) + heads * stored.scale_strides.head)
-                    columns_of = dims
-                    if STORAGE.SCALE == "token_head":
-                        columns_of = dims * 0
-                    elif STORAGE.SCALE == "group":
-                        columns_of = dims // STORAGE.GROUP
-                    scales = tl.load(scale_rows[:, None] + columns_of[None, :], mask=exists[:, None] & in_dims[None, :], other=0)
-                    minima = scales
-                    if STORAGE.ASYMMETRIC:
-                        scales, minima = codec.split_pair(scales)
-                    if STORAGE.SCALE == "token_head":
-                        x = codes * scales.to(tl.float32)
-                        if STORAGE.ASYMMETRIC:
-                            x = x + minima.to(tl.float32)
-                    else:
-                        x = codec.decoded(codes.to(tl.float16), scales, minima, STORAGE, TARGET).to(tl.float32)
-            x = tl.where(exists[:, None], x, 0.0)
-            tl.store(out_rows[:, None] + dims[None, :], round_to(x, DTYPE, TARGET), mask=mask[:, None] & in_dims[None, :])
+                x = codec.decoded(codes.to(tl.float16), scales, minima, STORAGE, TARGET).to(tl.float32)
+    return tl.where(exists, x, 0.0)
+
+
+@triton.jit
+def read_rows(
+    out_rows, stored, heads, pages, page_rows, mask, exists, turns, rope,
+    STORAGE: tl.constexpr, ROTATED: tl.constexpr, ROPE: tl.constexpr, TARGET: tl.constexpr,
+):  # fmt: skip
+    """Decode rows, rotate them by `turns` if they are to be ROTATED, and store them to where `out_rows` point.
+
+    Those of `mask` that do not exist become 0. All are [BLOCK_R].
+    """
+    PIECES: tl.constexpr = STORAGE.RUNS * STORAGE.PLANES
+    DTYPE: tl.constexpr = out_rows.dtype.element_ty
+    for piece in tl.static_range(PIECES):
+        dims, in_dims = piece_dims(piece, STORAGE)
+        x = read_dims(stored, heads, pages, page_rows, dims, exists, in_dims, STORAGE, TARGET)
+        if ROTATED:
+            in_pair = in_dims & (dims < ROPE.DIM)
+            partner = read_dims(stored, heads, pages, page_rows, partner_of(dims, ROPE), exists, in_pair, STORAGE, TARGET)
+            cos, sin = load_angles(rope, dims[None, :], turns[:, None], ROPE)
+            x = x * cos + partner * sin
+        tl.store(out_rows[:, None] + dims[None, :], round_to(x, DTYPE, TARGET), mask=mask[:, None] & in_dims[None, :])
+
+
+@triton.jit
+def copy_words(src_rows, dst_rows, mask, exists, COUNT: tl.constexpr, BLOCK: tl.constexpr):
+    """COUNT elements of rows as they are, 0 for those of `mask` that do not exist. All are [BLOCK_R]."""
+    columns = tl.arange(0, BLOCK)
+    in_row = (columns < COUNT)[None, :]
+    words = tl.load(src_rows[:, None] + columns[None, :], mask=exists[:, None] & in_row, other=0)
+    tl.store(dst_rows[:, None] + columns[None, :], words, mask=mask[:, None] & in_row)
