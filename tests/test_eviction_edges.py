@@ -260,3 +260,16 @@ def test_quantised_values_beside_native_keys_stay():
     want = reference.rotate(raw, torch.full((8,), 3, device=DEVICE), rope)
     torch.testing.assert_close(cache.k.flatten(0, 1).double(), want, rtol=2.0**-10, atol=4e-6)
     assert torch.equal(bits(cache.v), before)
+
+
+def test_lengths_and_pages_of_turned_keys_are_checked_on_request(monkeypatch):
+    monkeypatch.setenv("TKV_CHECK", "1")
+    cache, rope = tkv.KVCache.empty(3, 4, 1, 16, "fp32", device=DEVICE), Rope.of(8, 16, device=DEVICE)
+    old = integers([[0] * 8] * 2)
+    tkv.rotate_keys(cache, integers([[0, 9], [2, 9]]), integers([8, 6]), old, old + 7, rope)
+    tkv.rotate_keys(cache, integers([[0, 1], [2, 1]]), integers([8, 4]), old, old - 7, rope)
+    for length in (9, -1):
+        with pytest.raises(RangeError, match=f"seq_lens: expected 0 to 8 keys .* got {length} for sequence 1"):
+            tkv.rotate_keys(cache, integers([[0, 1], [2, -1]]), integers([8, length]), old, old + 1, rope)
+    with pytest.raises(RangeError, match="pages that come twice"):
+        tkv.rotate_keys(cache, integers([[0, 1], [2, 1]]), integers([8, 5]), old, old + 1, rope)

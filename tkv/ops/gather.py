@@ -65,21 +65,26 @@ def gather_window(
         window: how many of the last tokens; 0 for none, None for all.
         sinks: how many of the first positions.
         dense: ``[num_seqs, rows, ...]``, each sequence's tokens first; else all sequences' tokens one after the other.
-        kv_start, pinned: where keys stand, as in `paged_decode`.
+        kv_start: ``[num_seqs]`` int32 or int64: logical key j stands at position ``j + kv_start``; 0 if None.
+        pinned: how many of the first logical keys stand at position j all the same, whole pages.
         dtype: of k and v: float32, float16 or bfloat16; that of the cache if None and K and V are native alike, else float32.
         dequantize: False gives numbers as they are stored, with their scales.
         rope: keys in the cache are not rotated; those that are returned are, in float32: by their place in what is kept of their sequence
-            (StreamingLLM's positions inside of the cache), with ``window=None`` by their position.
+            (StreamingLLM's positions inside of the cache; the tables have a row for each), with ``window=None`` by their position.
 
     Returns:
         k ``[num_seqs * rows, num_kv_heads, head_dim]`` and v likewise, or ``[num_seqs, rows, ...]`` with `dense`; positions
         ``[num_seqs * rows]`` or ``[num_seqs, rows]`` int32; cu_lens ``[num_seqs + 1]`` int32: sequence s has
         ``cu_lens[s + 1] - cu_lens[s]`` tokens, and without `dense` they begin at row ``cu_lens[s]``. Rows that are left over are 0 with
-        position -1; so are the numbers of a page that is not in the cache.
+        position -1; so are the numbers of a page that is not in the cache. With ``dequantize=False`` k and v have the dtype and the last
+        dimension of the cache's tensors, and k_scale and v_scale follow: of ``token_head`` and ``group`` formats the scales of the rows
+        (``[num_seqs * rows, num_kv_heads]``, of groups ``[.., groups]``, with minima ``[.., 2]``; 0 in rows that are left over), of static
+        ones the cache's own, None of native ones.
 
     Raises:
         ShapeError, DTypeError, DeviceError, RangeError: the named argument does not fit.
-        UnsupportedError: a dtype that numbers cannot be given in.
+        UnsupportedError: a dtype that numbers cannot be given in; with ``dequantize=False`` a dtype, a rope, or keys whose scales belong to
+            pages (``page_channel``).
 
     Example:
         >>> k = torch.arange(8.0).view(2, 4, 1, 1).repeat(1, 1, 1, 16)            # token t of page p is 4 p + t

@@ -23,16 +23,17 @@ def rotate_keys(
 
     Args:
         cache: native K.
-        page_table: ``[num_seqs, max_pages]`` int32 or int64. Pages belong to one sequence each.
+        page_table: ``[num_seqs, max_pages]`` int32 or int64. Pages belong to one sequence each; one that is not in the cache is skipped.
         seq_lens: ``[num_seqs]`` int32 or int64, keys of each sequence.
         old_pos: ``[num_seqs, L]`` int32 or int64, of logical keys 0 to L - 1, in any order; keys from L on stay as they are.
         new_pos: likewise. A key whose position does not change keeps every bit.
-        rope: tables with rows for the largest difference; a constant factor in them (YaRN's) is in the keys already, and stays there once.
+        rope: tables with rows for the largest difference; past the last row the last one counts. A constant factor in them (YaRN's,
+            ``cos[0]``, not 0) is in the keys already, and stays there once.
 
     Raises:
         ShapeError, DTypeError, DeviceError: the named argument does not fit.
         UnsupportedError: quantised keys, or V is a view of K.
-        RangeError: under ``TKV_CHECK=1``: a difference past the tables, or a page of two sequences.
+        RangeError: under ``TKV_CHECK=1``: a length past the table, a difference past the tables of rope, or a page of two sequences.
 
     Example:
         >>> cache = KVCache(torch.ones(1, 4, 1, 16), torch.ones(1, 4, 1, 16))
@@ -89,12 +90,17 @@ def _check_values(
     cache: KVCache, page_table: torch.Tensor, seq_lens: torch.Tensor, old_pos: torch.Tensor, new_pos: torch.Tensor, rope: Rope
 ) -> None:
     """Synchronous: what only the device can see."""
+    capacity = page_table.shape[1] * cache.page_size
+    wrong = (seq_lens < 0) | (seq_lens > capacity)
+    if bool(wrong.any()):
+        seq = int(wrong.nonzero()[0])
+        raise RangeError(f"seq_lens: expected 0 to {capacity} keys (table width x page_size), got {int(seq_lens[seq])} for sequence {seq}")
     there = torch.arange(old_pos.shape[1], device=old_pos.device) < seq_lens[:, None]
     turns = (new_pos.long() - old_pos.long()).abs() * there
     if bool((turns >= rope.num_rows).any()):
         raise RangeError(f"rope: expected tables for differences up to {int(turns.max())}, got {rope.num_rows} rows")
     lens = seq_lens.clamp_max(old_pos.shape[1])
     used = page_table[torch.arange(page_table.shape[1], device=page_table.device) * cache.page_size < lens[:, None]]
-    used = used[used >= 0]
+    used = used[(used >= 0) & (used < cache.num_pages)]
     if used.unique().numel() < used.numel():
         raise RangeError("page_table: expected pages of one sequence each, got pages that come twice")
