@@ -71,6 +71,14 @@ demo-shared-prefix: $(call ready,demo) model ## one system prompt for eight ques
 demo-formats: $(call ready,demo) model ## every cache format on a real model: perplexity against bytes a token, as a table and a plot
 	@$(TKV) demo --scenario formats
 
+.PHONY: demo-streaming
+demo-streaming: $(call ready,demo) model ## a text longer than the model's context in a few pages: sink tokens and a window
+	@$(TKV) demo --scenario streaming
+
+.PHONY: demo-eviction
+demo-eviction: $(call ready,demo) model ## what to keep of a cache: perplexity of a real model by budget and policy
+	@$(TKV) demo --scenario eviction
+
 .PHONY: test
 test: $(call ready,test) ## the tests and the examples in the documentation
 	@profile=$(PROFILE); workers=$(XDIST); set -x; \

@@ -65,7 +65,10 @@ def interpret_without_gpu() -> None:
 
 def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     demo = commands.add_parser("demo", help="a real model on real text, served from the paged cache")
-    about = "decode: tokens and memory; shared-prefix: one prompt for many questions; formats: perplexity of every cache format"
+    about = (
+        "decode: tokens and memory; shared-prefix: one prompt for many questions; formats: perplexity of every cache format; "
+        "streaming: a text longer than the context in a few pages; eviction: perplexity of what to keep, by budget"
+    )
     demo.add_argument("--scenario", choices=SCENARIOS, default="decode", help=f"what to show (default: %(default)s). {about}")
     demo.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="of model and unquantised cache (default: %(default)s)")
     demo.add_argument("--workers", type=_positive, help="processes at a time on a CPU (default: one a core, at most one a task)")

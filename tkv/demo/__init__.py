@@ -10,9 +10,20 @@ from importlib import import_module
 from pathlib import Path
 
 # Name of a scenario -> the module whose ``run(dtype, workers)`` shows it and returns the exit status.
-SCENARIOS = {"decode": "tkv.demo.decode", "shared-prefix": "tkv.demo.shared_prefix", "formats": "tkv.demo.formats"}
+SCENARIOS = {
+    "decode": "tkv.demo.decode",
+    "shared-prefix": "tkv.demo.shared_prefix",
+    "formats": "tkv.demo.formats",
+    "streaming": "tkv.demo.streaming",
+    "eviction": "tkv.demo.eviction",
+}
 # Those that draw -> the picture's file, unless their ``run`` is given another as ``out``.
-PICTURES = {"shared-prefix": "tkv-page-map.png", "formats": "tkv-formats.png"}
+PICTURES = {
+    "shared-prefix": "tkv-page-map.png",
+    "formats": "tkv-formats.png",
+    "streaming": "tkv-streaming.png",
+    "eviction": "tkv-eviction.png",
+}
 
 
 class DemoError(RuntimeError):
