@@ -10,8 +10,9 @@ transformers = pytest.importorskip("transformers", reason="the demo's packages a
 import tkv  # noqa: E402
 from tkv.demo import DemoError, decode, model, streaming  # noqa: E402
 from tkv.demo.gathered import attend, rope_of, scores_of, streaming_attention  # noqa: E402
-from tkv.demo.streaming import Decoded, Read, Scheme, StreamingModel, chunk_ends  # noqa: E402
+from tkv.demo.streaming import Decoded, Read, Scheme, chunk_ends  # noqa: E402
 from tkv.demo.streaming_plot import STYLES, Curve, draw_curves  # noqa: E402
+from tkv.demo.windowed import StreamingModel  # noqa: E402
 
 SIZES = dict(vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
 
@@ -77,7 +78,7 @@ def test_the_tables_are_those_of_the_model(llama):
 
 @pytest.mark.parametrize("chunk", [37, 128])
 def test_a_window_as_long_as_the_text_gives_the_models_own_logits(llama, ids, chunk):
-    hidden = by_chunks(StreamingModel(llama, 200, 4), ids, chunk)
+    hidden = by_chunks(StreamingModel(llama, 200, 4, 128), ids, chunk)
     torch.testing.assert_close(llama.lm_head(hidden), decode.own_logits(llama, tuple(ids.tolist())), atol=1e-4, rtol=0)
 
 
@@ -86,23 +87,23 @@ def test_a_window_without_sinks_is_a_band_of_the_models_own_attention(llama, ids
     distance = order[:, None] - order
     band = ((distance >= 0) & (distance < 20))[None, None]
     expected = llama(input_ids=ids[None], attention_mask=band, use_cache=False).logits[0]
-    hidden = by_chunks(StreamingModel(llama, 20, 0), ids, 48)
+    hidden = by_chunks(StreamingModel(llama, 20, 0, 128), ids, 48)
     torch.testing.assert_close(llama.lm_head(hidden), expected, atol=1e-4, rtol=0)
 
 
 def test_chunks_do_not_matter_and_the_kernel_computes_the_same(llama, ids):
-    expected = by_chunks(StreamingModel(llama, 21, 4), ids[:80], 80)
-    pieces = by_chunks(StreamingModel(llama, 21, 4), ids[:80], 13)
+    expected = by_chunks(StreamingModel(llama, 21, 4, 128), ids[:80], 80)
+    pieces = by_chunks(StreamingModel(llama, 21, 4, 128), ids[:80], 13)
     torch.testing.assert_close(pieces, expected, atol=1e-4, rtol=0)
-    kernels = by_chunks(StreamingModel(llama, 21, 4), ids[:80], 16, "by_kernels")
+    kernels = by_chunks(StreamingModel(llama, 21, 4, 128), ids[:80], 16, "by_kernels")
     torch.testing.assert_close(kernels, expected, atol=1e-4, rtol=0)
     # Sinks and the window both count.
-    assert (by_chunks(StreamingModel(llama, 21, 0), ids[:80], 80) - expected).abs().max() > 1e-2
-    assert (by_chunks(StreamingModel(llama, 40, 4), ids[:80], 80) - expected).abs().max() > 1e-2
+    assert (by_chunks(StreamingModel(llama, 21, 0, 128), ids[:80], 80) - expected).abs().max() > 1e-2
+    assert (by_chunks(StreamingModel(llama, 40, 4, 128), ids[:80], 80) - expected).abs().max() > 1e-2
 
 
 def test_pages_stay_few_however_long_the_text_is(llama, ids):
-    cached = StreamingModel(llama, 21, 4)
+    cached = StreamingModel(llama, 21, 4, 16)
     held = []
     for chunk in ids.split(16):
         cached.step(chunk)
