@@ -169,7 +169,7 @@ def test_wrong_arguments_are_named(monkeypatch):
             tkv.compact_kv(cache, table, wrong.to(DEVICE), lens)
     with pytest.raises(RangeError, match="keep_lens: expected 0 to 2"):
         tkv.compact_kv(cache, table, keep, lens + 1)
-    with pytest.raises(RangeError, match="is written for sequence .* fork before"):
+    with pytest.raises(RangeError, match=r"is written for sequence .* fork before"):
         tkv.compact_kv(cache, torch.tensor([[0, 1], [0, 3]], device=DEVICE), keep, lens)
     by_page = tkv.KVCache.empty(4, 16, 1, 32, ("int8/page_channel", "int8/token_head"), device=DEVICE)
     with pytest.raises(RangeError, match="keep: expected whole pages of 16 keys"):

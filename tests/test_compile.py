@@ -58,6 +58,12 @@ def default_cases() -> list[Case]:
     cases += [Case(op, "bf16", "bf16", 192, v_head_dim=128, q_len=1024 if op == "prefill" else 1) for op in ("decode", "prefill")]
     # Rows whose words are cut in two.
     cases += [Case("decode", "bf16", "bf16", 96), Case("prefill", "bf16", "int8/token_head", 192, q_len=1024)]
+    # Bounded memory: pinned pages, rotation at read and on the way in and out, scores, eviction.
+    cases += [Case("decode", "bf16", kind, window=True, rope=True) for kind in ("bf16", "int8/token_head")]
+    cases += [Case("decode", window=True, pinned=True), Case("prefill", q_len=1024, window=True, rope=True)]
+    cases += [Case("scores", "bf16", kind) for kind in ("bf16", "int8/token_head")] + [Case("scores", window=True, rope=True)]
+    cases += [Case("write", "bf16", kind, rope=True) for kind in ("bf16", "int4/group32")] + [Case("gather", rope=True), Case("rotate")]
+    cases += [Case("compact", format=kind) for kind in ("bf16", "int4/page_channel+int4/group32")]
     return cases + [Case("merge"), Case("merge", "fp32", head_dim=256), Case("depth", q_len=64)]
 
 
@@ -90,12 +96,17 @@ def option_cases() -> list[Case]:
     cases += [Case("decode", dtype, kind, softcap=True, alibi=True) for dtype, kind in kinds]
     cases += [Case("decode", dtype, kind, q_len=32, tree=True, window=True) for dtype, kind in kinds]
     cases += [Case("prefill", "fp32", kind, head_dim, q_len=1024) for head_dim in (64, 256) for kind in ("fp32", "int8/token_head")]
+    rotated = [("bf16", kind) for kind in ("bf16", "fp8_e4m3/token_head", "int8/token_head", "int4/token_head", "int4/group32")]
+    for op, head_dim in ((op, head_dim) for op in ("decode", "prefill", "scores") for head_dim in (64, 128, 256)):
+        q_len = 1024 if op == "prefill" else 1
+        cases += [Case(op, dtype, kind, head_dim, q_len=q_len, window=True, rope=True) for dtype, kind in (*rotated, ("fp32", "fp32"))]
     for op in ("prefill", "prefill_cached", "level"):
         for head_dim in (64, 128):
             for flags in ({"window": True}, {"softcap": True, "alibi": True}, {"tree": True}, {"page_size": 256}, {"q_len": 2}):
                 cases += [Case(op, dtype, kind, head_dim, **{"q_len": 1 if op == "level" else 512, **flags}) for dtype, kind in kinds]
         cases += [Case(op, dtype, kind, head_dim, q_len=8) for head_dim in (16, 80, 96) for dtype, kind in kinds]
-    return cases
+    known = set(default_cases())
+    return [case for case in cases if case not in known]
 
 
 def check(arch: str, cases: list[Case]) -> None:

@@ -162,8 +162,9 @@ WRONG = {
     "write slots are of other tokens": (lambda: write(slot_mapping=ints(2)), ShapeError, r"slot_mapping: expected shape \[3\], got \[2\]"),
     "write slots are of floats": (lambda: write(slot_mapping=zeros(3)), DTypeError, "slot_mapping: expected torch.int32 or torch.int64"),
     "write slots are elsewhere": (lambda: write(slot_mapping=ints(3, device=META)), DeviceError, "slot_mapping: expected device"),
-    "write rope": (lambda: write(rope=object()), UnsupportedError, "rope: .* not in this version"),
-    "write positions": (lambda: write(positions=ints(3)), UnsupportedError, "positions: .* not in this version"),
+    "write rope alone": (lambda: write(rope=object()), UnsupportedError, "positions: expected with rope, and rope with positions"),
+    "write positions alone": (lambda: write(positions=ints(3)), UnsupportedError, "positions: expected with rope, and rope with positions"),
+    "write rope is none": (lambda: write(rope=object(), positions=ints(3)), DTypeError, "rope: expected a tkv.Rope, got object"),
     # merge_states
     "merge outs is a number": (lambda: merge(outs=1.0), DTypeError, "outs: expected a tensor or a sequence of tensors, got float"),
     "merge outs holds a number": (lambda: merge(outs=[zeros(3, 16), 1.0]), DTypeError, "outs: expected a tensor or a sequence of tensors"),

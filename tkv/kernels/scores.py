@@ -21,6 +21,25 @@ def reduce_rows(p, REDUCE: tl.constexpr, GROUP: tl.constexpr):
         return tl.sum(p, axis=0)
 
 
+@triton.jit
+def mass_of(
+    q_row_ptrs, in_rows, positions, slopes, lse, tree, cache, table_row, num_pages, head, kv_start, bounds, scale, limits, rope, first_key,
+    REDUCE: tl.constexpr, GROUP: tl.constexpr, PART: tl.constexpr, ATTEND: tl.constexpr, K: tl.constexpr, ROPE: tl.constexpr,
+    TARGET: tl.constexpr,
+):  # fmt: skip
+    """(what a block of rows gives to the keys from `first_key` on, which of them some row sees), [BLOCK_N]."""
+    turns, base = turns_of(positions, bounds, kv_start, limits, PART, ATTEND)
+    q, q_sum, raw_scale = load_query(q_row_ptrs, in_rows, scale, cache.k, head, turns, rope, ATTEND.DTYPE, K, ROPE, TARGET)
+    x, _, seen, _, _, _ = score_tile(
+        q, q_sum, raw_scale, positions, slopes, tree, cache, table_row, num_pages, head, kv_start, bounds, limits, (rope, base), first_key,
+        True, ATTEND, K, ROPE, TARGET,
+    )  # fmt: skip
+    # A row that sees nothing has no mass to give; its LSE is -inf.
+    lse = tl.where(lse == -float("inf"), float("inf"), lse)
+    p = tl.exp2(x * score_unit(raw_scale, ATTEND)[:, None] - (lse * LOG2_E)[:, None])
+    return reduce_rows(tl.where(in_rows[:, None], p, 0.0), REDUCE, GROUP), seen
+
+
 @triton.jit(do_not_specialize=["table_stride", "num_pages", "table_width", "num_rows", "num_programs"])
 def scores_kernel(
     q_ptr, cache, page_table_ptr, lengths, cu_seqlens_ptr, tree, alibi_slopes_ptr, lse_ptr, rope, scores_ptr,
@@ -49,7 +68,7 @@ def scores_kernel(
     for tile in range(tl.program_id(1), tl.cdiv(num_keys, ATTEND.BLOCK_N), num_programs):
         first_key = tile * ATTEND.BLOCK_N
         keys = first_key + tl.arange(0, ATTEND.BLOCK_N)
-        mass = tl.zeros([ATTEND.BLOCK_N], tl.float32)
+        mass = tl.full([ATTEND.BLOCK_N], 0.0, tl.float32)
         visible = keys < 0
         for block in range(0, tl.cdiv(num_new * GROUP, BLOCK_M)):
             rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -76,21 +95,13 @@ def scores_kernel(
             q_row_ptrs = q_ptr + row_offsets(q_strides, seq, first_row + q_rows, q_heads)
             for part in tl.static_range(PARTS):
                 bounds, _, _ = view_of(num_keys, kv_start, 0, span, limits, part + PARTS - 1, ATTEND)
-                seen = seen_keys(keys, bounds)
-                if tl.max(seen.to(tl.int32), axis=0) > 0:
-                    turns, base = turns_of(positions, bounds, kv_start, limits, part + PARTS - 1, ATTEND)
-                    q, q_sum, raw_scale = load_query(
-                        q_row_ptrs, in_rows, scale, cache.k, kv_head, turns, rope, ATTEND.DTYPE, K, ROPE, TARGET
-                    )
-                    x, _, seen, _, _, _ = score_tile(
-                        q, q_sum, raw_scale, positions, slopes, tree_rows, cache, table_row, num_pages, kv_head, kv_start, bounds, limits,
-                        (rope, base), first_key, True, ATTEND, K, ROPE, TARGET,
+                if tl.max(seen_keys(keys, bounds).to(tl.int32), axis=0) > 0:
+                    of_rows, seen = mass_of(
+                        q_row_ptrs, in_rows, positions, slopes, lse, tree_rows, cache, table_row, num_pages, kv_head, kv_start, bounds,
+                        scale, limits, rope, first_key, REDUCE, GROUP, part + PARTS - 1, ATTEND, K, ROPE, TARGET,
                     )  # fmt: skip
-                    # A row that sees nothing has no mass to give; its LSE is -inf.
-                    lse_or_0 = tl.where(lse == -float("inf"), float("inf"), lse)
-                    x = x * score_unit(raw_scale, ATTEND)[:, None] - (lse_or_0 * LOG2_E)[:, None]
+                    mass += of_rows
                     visible = visible | seen
-                    mass += reduce_rows(tl.where(in_rows[:, None], tl.exp2(x), 0.0), REDUCE, GROUP)
         if REDUCE == "mean":
             mass = mass / group
         # Pages of keys that no row sees are not followed.

@@ -57,7 +57,8 @@ def key_scores(
     less what a learned sink has. K is read once; V is not.
 
     Scores live in a paged buffer of their own, ``out[page, row, head]`` belonging to the key in that slot, and `compact_kv` moves them with
-    the keys. Pages in which two sequences of a call see keys would get the sum of one of them only: fork before.
+    the keys. A slot that is written anew still has the score of its last key: set ``out.view(-1, num_kv_heads)[slot_mapping] = 0`` beside
+    `write_kv`. Pages in which two sequences of a call see keys would get the sum of one of them only: fork before.
 
     Args:
         q: ``[num_seqs, num_q_heads, head_dim]`` or ``[num_seqs, q_len, num_q_heads, head_dim]`` (any q_len), the newest tokens of each
