@@ -81,26 +81,9 @@ def by_loops(llama, ids, name, count):
                     held = chosen_by(name, held, mass, newest_mass, count)
         return out
 
-    def attend_tova(cache, q, k, v, scale):
-        # The same keys for all heads: heads side by side.
-        out, held, first = torch.zeros_like(q), [], 0
-        for end in range(BUDGET, TOKENS + 1, CHUNK):
-            for token in range(first, end):
-                held.append(token)
-                last_mass = dict.fromkeys(held, 0.0)
-                for q_head in range(q.shape[2]):
-                    p = (k[0, held, q_head // 2] @ q[0, token, q_head] * scale).softmax(0)
-                    out[0, token, q_head] = p @ v[0, held, q_head // 2]
-                    for key, part in zip(held, p.tolist()):
-                        last_mass[key] += part
-            first = end
-            if end < TOKENS:
-                held = best(last_mass, held, count)
-        return out
-
     positions = torch.arange(TOKENS, device=ids.device)[None]
     slots = torch.full((TOKENS,), -1, device=ids.device)
-    step = Step(empty_caches(llama, "fp32", 1, 16), slots, positions, attend_tova if name == "TOVA" else attend, None)
+    step = Step(empty_caches(llama, "fp32", 1, 16), slots, positions, attend, None)
     with torch.no_grad(), attention_by_tkv(llama):
         return llama.model(input_ids=ids[None], position_ids=positions, use_cache=False, paged=step).last_hidden_state[0]
 
@@ -159,7 +142,7 @@ def test_scenario_with_a_random_model(small_scenario, capsys):
     assert "NO PRETRAINED MODEL: there is none" in out and "Goals" not in out
     rows = re.findall(r"^ +(\d+)  (\S.*?) +([\d.]+) +([\d.]+) +([\d.]+) +(\d\.\d+) +(\d\.\d+)$", out, re.M)
     names = {policy.name for policy in policies_of(8)}
-    assert [row[0] for row in rows] == ["24"] * 6 + ["32"] * 6 and {row[1] for row in rows[:6]} == {row[1] for row in rows[6:]} == names
+    assert [row[0] for row in rows] == ["24"] * 5 + ["32"] * 5 and {row[1] for row in rows[:5]} == {row[1] for row in rows[5:]} == names
     for _, _, first, second, both, ratio, _ in rows:
         assert float(first) * float(second) == pytest.approx(float(both) ** 2, rel=1e-3) and 0.3 < float(ratio) < 3
     full = re.search(r"^ +all keys +([\d.]+) +([\d.]+) +([\d.]+)$", out, re.M)
@@ -171,7 +154,7 @@ def test_scenario_with_a_random_model(small_scenario, capsys):
     assert out.count("tkv's KERNEL, paged_decode") == 2
     assert f"As a picture: {small_scenario / 'tkv-eviction.png'}" in out
     assert (small_scenario / "tkv-eviction.png").read_bytes().startswith(b"\x89PNG\r\n")
-    assert "budget 32, text 2: tokens 1 to 32 of 6 sequences" in err
+    assert "budget 32, text 2: tokens 1 to 32 of 5 sequences" in err
 
 
 def test_attention_that_differs_fails_the_scenario(small_scenario, capsys, monkeypatch):
@@ -196,7 +179,7 @@ def test_the_picture_has_a_colour_for_each_policy(tmp_path):
     from matplotlib.colors import to_rgb
     from matplotlib.image import imread
 
-    lines = [Line(name, ((128, 2.0 + i), (256, 1.1 + 0.2 * i))) for i, name in enumerate("abcdef")]
+    lines = [Line(name, ((128, 2.0 + i), (256, 1.1 + 0.2 * i))) for i, name in enumerate("abcde")]
     path = tmp_path / "picture.png"
     draw_lines(lines, "a title", "of what", path)
     image = torch.from_numpy(imread(path)[..., :3])

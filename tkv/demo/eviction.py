@@ -149,7 +149,6 @@ def policies_of(kept: int) -> list[Policy]:
     return [
         Policy("H2O", lambda scores, keys, lens: policies.h2o(scores, lens, kept - kept // 2, kept // 2), newest=None),
         Policy("SnapKV", lambda scores, keys, lens: policies.snapkv(scores, lens, kept, min(OBSERVED, kept)), newest=OBSERVED),
-        Policy("TOVA", lambda scores, keys, lens: policies.tova(scores, lens, kept), newest=1),
         Policy("sinks + window", first_and_last(SINKS)),
         Policy("window", first_and_last(0)),
         Policy("random", at_random),
@@ -265,7 +264,7 @@ def print_measured(measured: Sequence[Measured], full: torch.Tensor) -> None:
         f"H2O and random keep the newest half, SnapKV looks at the last {OBSERVED} queries, sinks are {SINKS}. All policies are\n"
         "one batch.\n"
         "BY TKV: the pages (CacheManager), new keys and values into them (write_kv) and back (gather_window), the attention mass of each\n"
-        "key for H2O, SnapKV and TOVA (key_scores), the choice (tkv.policies) and the eviction (compact_kv, which moves the masses too).\n"
+        "key for H2O and SnapKV (key_scores), the choice (tkv.policies) and the eviction (compact_kv, which moves the masses too).\n"
         "BY TORCH: the attention itself, on what was gathered; with all keys, the model's own. +-: standard error of the ratio, from how\n"
         "much tokens differ in it.\n"
     )

@@ -9,7 +9,7 @@ from pathlib import Path
 from tkv.demo import DemoError
 
 # Of policies: colour and marker, either of which tells them apart.
-STYLES = (("#1b9e77", "o"), ("#1f78b4", "^"), ("#7b3294", "v"), ("#d95f02", "s"), ("#e7298a", "D"), ("#6b6b6b", "X"))
+STYLES = (("#1b9e77", "o"), ("#1f78b4", "^"), ("#d95f02", "s"), ("#e7298a", "D"), ("#6b6b6b", "X"))
 _INK = "#333333"
 
 
