@@ -14,7 +14,7 @@ from tkv.demo import loads
 from tkv.demo.interpreter import quick_interpreter
 from tkv.demo.loads import count_loads
 from tkv.errors import DeviceError, UnsupportedError
-from tkv.kernels.tiles import attend
+from tkv.kernels.tiles import load as tile_loads
 from tkv.ops import cascade
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled: nothing is counted")
@@ -185,13 +185,13 @@ def twice_launched(monkeypatch):
 
 def twice_loaded(monkeypatch):
     """The kernel loads each tile of keys again."""
-    load = attend.load_columns
+    load = tile_loads.load_columns
 
     def load_columns(*args):
         load(*args)
         return load(*args)
 
-    monkeypatch.setattr(attend, "load_columns", load_columns)
+    monkeypatch.setattr(tile_loads, "load_columns", load_columns)
 
 
 @pytest.mark.parametrize("plant", [twice_launched, twice_loaded])

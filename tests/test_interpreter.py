@@ -43,12 +43,12 @@ def test_triton_is_as_before_after_an_error(interpreter):
 
 
 def test_an_error_in_a_kernel_does_not_spoil_the_next_launch(interpreter, monkeypatch):
-    from tkv.kernels.tiles import attend
+    from tkv.kernels.tiles import load
 
     problem = build("fp32", [20], dim=16)
     with quick_interpreter():
         with monkeypatch.context() as broken:
-            broken.setattr(attend, "load_columns", None)
+            broken.setattr(load, "load_columns", None)
             with pytest.raises(interpreter.InterpreterError):
                 problem.run()
         problem.check()

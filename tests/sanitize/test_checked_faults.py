@@ -89,7 +89,7 @@ PLANTS = {
         "oob_read", "page_table_ptr", decode,
     ),
     "numbers behind a key are loaded": (
-        "tiles/attend.py", "offsets[None, :]), mask=in_row[:, None] & seen[None, :]", "offsets[None, :]), mask=seen[None, :]",
+        "tiles/load.py", "offsets[None, :]), mask=in_row[:, None] & seen[None, :]", "offsets[None, :]), mask=seen[None, :]",
         "oob_read", "cache", decode,
     ),
     "the rows of a sequence that is none are looked up": (
