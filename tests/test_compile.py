@@ -153,6 +153,18 @@ def test_spills_are_allowed_only_where_registers_cannot_hold_the_tiles() -> None
             assert rdna or (wide and " fp32 " in name), f"{arch} {name}"
 
 
+def test_rows_that_move_are_read_by_all_warps_before_any_is_written() -> None:
+    names = {"sm90": ("LDG", "BAR", "STG"), "gfx942": ("global_load", "s_barrier", "global_store")}
+    for report in compile_all([(Case(op), arch) for op in ("compact", "rotate") for arch in names], workers=1):
+        load, barrier, store = names[report.arch]
+        last = ""
+        for name in report.code:
+            if name.startswith(store):
+                assert last in (barrier, store), f"{report.arch} {report.case.name}: stored right behind a load"
+            last = next((kind for kind in (load, barrier, store) if name.startswith(kind)), last)
+        assert last, f"{report.arch} {report.case.name}: {report.error or 'moves nothing'}"
+
+
 def test_packed_instructions_are_used_where_the_hardware_has_them() -> None:
     jobs = [(Case("decode", "bf16", kind), arch) for kind in ("fp8_e4m3/tensor", "int8/token_head") for arch in ("sm80", "sm90")]
     loops = {(report.case.format, report.arch): report.loop for report in compile_all(jobs, workers=1)}

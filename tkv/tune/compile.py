@@ -102,6 +102,7 @@ class Report:
         fits: shared memory is within the architecture's limit.
         loop: instructions of the main loop, by name; empty without matrix instructions.
         loop_matrix: matrix instructions in it.
+        code: the names of all instructions of the kernel, in their order.
         tf32: the code multiplies in TF32.
         error: the compiler's message if it failed.
     """
@@ -115,6 +116,7 @@ class Report:
     fits: bool = False
     loop: dict[str, int] | None = None
     loop_matrix: int = 0
+    code: tuple[str, ...] = ()
     tf32: bool = False
     error: str = ""
 
@@ -319,6 +321,7 @@ def report(case: Case, arch: str, **overrides: Any) -> Report:
         shared=kernel.metadata.shared,
         fits=kernel.metadata.shared <= arch_facts(arch).shared_per_block,
         loop=dict(loop),
+        code=tuple(instruction.name for instruction in instructions),
         loop_matrix=sum(count for name, count in loop.items() if machine_code.MATRIX.match(name)),
         tf32=tf32,
     )
