@@ -12,6 +12,7 @@ from ragged import build as build_ragged
 import tkv
 from tkv import reference
 from tkv.errors import DTypeError, RangeError, ShapeError, UnsupportedError
+from tkv.tune.configs import AttentionConfig
 
 DEVICE = test_device()
 
@@ -129,6 +130,30 @@ def test_scores_of_a_sequence_do_not_depend_on_the_batch():
         alone = tkv.key_scores(q[one], cache, table[one], lens[one], lse[one])
         pages = table[seq][: -(-int(lens[seq]) // 16)].long()
         assert torch.equal(alone[pages], together[pages])
+
+
+def test_scores_of_ragged_rows_do_not_depend_on_the_batch_either():
+    problem = build_ragged("fp32", [1, 40, 3], [60, 20, 5], 16, 2, 4, 64, fresh=False, spike=6.0)
+    q, cache, table, cu_seqlens = problem.q, problem.cache, problem.page_table, problem.cu_seqlens
+    lens = problem.prefix_lens + cu_seqlens.diff()
+    _, lse = problem.run()
+    together = tkv.key_scores(q, cache, table, lens, lse, cu_seqlens=cu_seqlens)
+    for seq in range(3):
+        rows, one = slice(int(cu_seqlens[seq]), int(cu_seqlens[seq + 1])), slice(seq, seq + 1)
+        starts = torch.tensor([0, rows.stop - rows.start], dtype=torch.int32, device=DEVICE)
+        alone = tkv.key_scores(q[rows], cache, table[one], lens[one], lse[rows], cu_seqlens=starts)
+        pages = table[seq][: -(-int(lens[seq]) // 16)].long()
+        assert torch.equal(alone[pages], together[pages])
+
+
+def test_a_given_config_is_what_is_launched():
+    problem = build("fp32", [70], 16, 2, 2, 32)
+    args = (problem.q, problem.cache, problem.page_table, problem.seq_lens, problem.run()[1])
+    expected = tkv.key_scores(*args)
+    for config in ({"block_m": 32, "block_n": 128, "num_warps": 4, "num_stages": 1}, AttentionConfig(16, 16, 4, 1)):
+        torch.testing.assert_close(tkv.key_scores(*args, config=config), expected, rtol=1e-5, atol=1e-6)
+    with pytest.raises(UnsupportedError, match="config: tunables are"):
+        tkv.key_scores(*args, config={"tile": 3})
 
 
 def test_scores_live_in_any_layout_and_add_up_over_calls():

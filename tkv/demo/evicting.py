@@ -16,7 +16,6 @@ from tkv.demo.gathered import attend, scores_of
 from tkv.demo.interpreter import quick_interpreter
 from tkv.demo.through_cache import few_programs
 from tkv.ops import compact as ops_compact
-from tkv.ops import scores as ops_scores
 from tkv.ops.launch import Launch, interpreting
 from tkv.pages import BatchTensors
 from tkv.policies import Kept, dense_scores
@@ -89,7 +88,7 @@ class EvictingModel:
             if interpreting():
                 stack.enter_context(quick_interpreter())
                 stack.enter_context(few_programs())
-                stack.enter_context(large_tiles(interpreted_config(self.budget)))
+                stack.enter_context(whole_rows())
             for cache in self.caches:
                 copy_pages(cache, cache, *tensors.copies.unbind(1))
             with attention_by_tkv(self.model):
@@ -104,7 +103,7 @@ class EvictingModel:
         for cache, kept, scores in zip(self.caches, keep, self.scores):
             compact_kv(
                 cache, eviction.page_table, kept, eviction.keep_lens, scores=scores, dst_page_table=eviction.dst_page_table
-            )  # fmt: skip
+            )
 
     def _attend(
         self, batch: BatchTensors, num_keys: int, keep: list[torch.Tensor] | None, cache: KVCache, q: torch.Tensor, k: torch.Tensor,
@@ -139,7 +138,7 @@ class EvictingModel:
         starts = torch.nn.functional.pad(torch.tensor(counts, dtype=torch.int32).cumsum(0, dtype=torch.int32), (1, 0)).to(q.device)
         key_scores(
             newest_q, cache, batch.page_table[:count], batch.seq_lens[:count], newest_lse, out=scores, cu_seqlens=starts,
-            max_q_len=max(counts), scale=scale,
+            max_q_len=max(counts), scale=scale, config=self._config(),
         )  # fmt: skip
         return dense_scores(scores, batch.page_table, batch.seq_lens)
 
@@ -147,30 +146,29 @@ class EvictingModel:
         self, batch: BatchTensors, cache: KVCache, q: torch.Tensor, out: torch.Tensor, scale: float | None
     ) -> None:  # fmt: skip
         """The newest query of a sequence of each policy by tkv's kernel."""
-        config = interpreted_config(self.budget) if interpreting() else None
         some = slice(None, None, self.num_seqs)
         newest, table, lens = (x.contiguous() for x in (q[some, -1], batch.page_table[some], batch.seq_lens[some]))
-        got = paged_decode(newest, cache, table, lens, scale=scale, config=config)
+        got = paged_decode(newest, cache, table, lens, scale=scale, config=self._config())
         expected = out[some, -1]
         difference = (cast("torch.Tensor", got).float() - expected).abs().max() / expected.abs().max()
         self.difference = max(self.difference, float(difference))
 
-
-def interpreted_config(num_keys: int) -> AttentionConfig:
-    """Tiles for Triton's interpreter, which pays for each and less for its size: all keys in one."""
-    return AttentionConfig(128, max(16, 1 << (num_keys - 1).bit_length()), num_warps=4, num_stages=1, split_len=2**20)
+    def _config(self) -> AttentionConfig | None:
+        """Tiles for Triton's interpreter, which pays for each and less for its size: all keys in one."""
+        if not interpreting():
+            return None
+        return AttentionConfig(128, max(16, 1 << (self.budget - 1).bit_length()), num_warps=4, num_stages=1, split_len=2**20)
 
 
 @contextmanager
-def large_tiles(config: AttentionConfig) -> Iterator[None]:
-    """Let `key_scores` take these tiles, and `compact_kv` whole rows, while the context is open."""
-    own_config, own_plan = ops_scores.decode_config, ops_compact.plan_compact
-    ops_scores.decode_config = lambda *args: config  # type: ignore[assignment]
+def whole_rows() -> Iterator[None]:
+    """Let a program of `compact_kv` move whole rows while the context is open."""
+    own_plan = ops_compact.plan_compact
     ops_compact.plan_compact = lambda *args: [with_whole_rows(launch) for launch in own_plan(*args)]
     try:
         yield
     finally:
-        ops_scores.decode_config, ops_compact.plan_compact = own_config, own_plan
+        ops_compact.plan_compact = own_plan
 
 
 def with_whole_rows(launch: Launch) -> Launch:

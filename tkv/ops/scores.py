@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from tkv.cache import KVCache
@@ -21,6 +23,7 @@ from tkv.ops.attention import (
 from tkv.ops.checks import FLOATS, INTEGERS, check_cache, check_flag, check_int, check_ragged, check_tensor, checks_on
 from tkv.ops.launch import Launch, arch_name, check_launchable, interpreting, num_sms, paged_words, rope_args
 from tkv.rope import Rope
+from tkv.tune.configs import AttentionConfig
 
 REDUCTIONS = ("sum", "mean", "max")
 
@@ -49,6 +52,7 @@ def key_scores(
     pinned: int = 0,
     rope: Rope | None = None,
     max_seq_len: int | None = None,
+    config: AttentionConfig | dict[str, Any] | None = None,
 ) -> torch.Tensor:
     """Attention mass of every cached key: what H2O, SnapKV, TOVA and their like rank tokens by.
 
@@ -71,8 +75,10 @@ def key_scores(
         accumulate: add to what `out` has; else the keys that some row sees get the mass of this call alone. Other keys keep what they have.
         out: ``[num_pages, page_size, num_kv_heads]`` float32, any strides; zeros if None.
         cu_seqlens: ``[num_seqs + 1]`` int32 or int64: the rows of ragged queries.
-        max_q_len: a hint for the most rows of a sequence. Never a condition of correctness.
+        max_q_len: a hint for the most rows of a sequence, as `prefix_prefill` has it. All rows of a sequence are one program's here,
+            and scores do not depend on the batch: the launch is the same with any.
         scale, softcap, alibi_slopes, window, sinks, kv_start, q_start, mask, pinned, rope, max_seq_len: as in `paged_decode`.
+        config: launch parameters, as in `paged_decode`; keys are not split.
         sink_logits: taken for the sake of equal options: a learned sink is in `lse` already.
 
     Returns:
@@ -122,6 +128,8 @@ def key_scores(
     shape = (cache.num_pages, cache.page_size, cache.num_kv_heads)
     if out is not None:
         check_tensor("out", out, shape, (torch.float32,), device, contiguous_last=False)
+    if config is not None:
+        config = AttentionConfig.of(config)
     check_launchable(device)
     if checks_on():
         _check_values(q, cache, page_table, seq_lens, cu_seqlens, options)
@@ -130,7 +138,7 @@ def key_scores(
     if q.shape[0] and num_seqs and page_table.shape[1]:
         for launch in plan_scores(
             q, cache, page_table, seq_lens, lse, out, arch_name(device), interpreting(), options, reduce=reduce, accumulate=accumulate,
-            cu_seqlens=cu_seqlens, max_seq_len=max_seq_len,
+            cu_seqlens=cu_seqlens, max_seq_len=max_seq_len, config=config,
         ):  # fmt: skip
             launch.run(device)
     return out
@@ -151,6 +159,7 @@ def plan_scores(
     accumulate: bool = True,
     cu_seqlens: torch.Tensor | None = None,
     max_seq_len: int | None = None,
+    config: AttentionConfig | None = None,
 ) -> list[Launch]:
     """The launches behind `key_scores`: one, and what a tree mask needs. Arguments as there, checked."""
     from tkv.kernels.scores import scores_kernel
@@ -159,7 +168,8 @@ def plan_scores(
         q, lse = q.unsqueeze(1), lse.unsqueeze(1)
     num_seqs, num_kv_heads, group = page_table.shape[0], cache.num_kv_heads, q.shape[-2] // cache.num_kv_heads
     q_len = q.shape[1] if cu_seqlens is None else q.shape[0]
-    config = decode_config(q.dtype, cache, options, arch, min(q_len, 64) * group)
+    # Of ragged rows any sequence may have many: with another tile for other batches sums would be rounded otherwise.
+    config = config or decode_config(q.dtype, cache, options, arch, group * (64 if cu_seqlens is not None else min(q_len, 64)))
     heads = 1 << (group - 1).bit_length()
     block_m = max(config.block_m, heads)
     kernel = kernel_for(q.dtype, cache, options, config, arch, interpret)
