@@ -17,7 +17,7 @@ import torch
 from tabulate import tabulate
 
 from tkv.demo.attention import PagedModel
-from tkv.demo.model import Tokenizer, describe, find_gguf, load_model, load_tokenizer
+from tkv.demo.model import Tokenizer, describe, find_gguf, load_model, load_tokenizer, says_nothing_about
 from tkv.demo.text import passages
 from tkv.demo.workers import Progress, cores, run_tasks
 
@@ -108,8 +108,7 @@ def run(dtype: str = "fp32", workers: int | None = None) -> int:
     progress = Progress("demo", started)
     gguf, name = find_gguf()
     if gguf is None:
-        print(f"NO PRETRAINED MODEL: {name}. A small Llama with RANDOM weights takes its place: what follows shows that tkv computes")
-        print("what torch computes, and says nothing about text.\n")
+        print(says_nothing_about("text", name))
     progress.stage("reading the text" if gguf is None else f"reading the text with the tokenizer of {name}")
     tokenizer = load_tokenizer(gguf)
     ids = text_ids(tokenizer)
@@ -122,8 +121,7 @@ def run(dtype: str = "fp32", workers: int | None = None) -> int:
     greedy = next(result for result in results if isinstance(result, Greedy))
     forced = {task.format: result for task, result in zip(tasks, results) if isinstance(result, Forced)}
     forced = {dtype: forced[dtype], **forced}
-    where = torch.cuda.get_device_name() if on_gpu else "CPU, kernels in Triton's interpreter"
-    print(f"{greedy.model}; {dtype}, on {where}\n")
+    print(f"{greedy.model}; {dtype}, on {device_name()}\n")
     print_greedy(greedy, ids, tokenizer, dtype)
     print_forced(forced)
     print_usage({format: result.usage for format, result in forced.items()})
@@ -145,6 +143,11 @@ def device() -> torch.device:
     """Where the model runs: a GPU if there is one and the kernels are compiled for it."""
     interpreted = os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
     return torch.device("cuda" if torch.cuda.is_available() and not interpreted else "cpu")
+
+
+def device_name() -> str:
+    """What the kernels run on, for people."""
+    return torch.cuda.get_device_name() if device().type == "cuda" else "CPU, kernels in Triton's interpreter"
 
 
 def run_task(task: Task) -> Greedy | Forced:

@@ -17,10 +17,10 @@ from tabulate import tabulate
 
 from tkv import policies
 from tkv.demo import PICTURES, DemoError
-from tkv.demo.decode import DTYPES, device
+from tkv.demo.decode import DTYPES, device, device_name
 from tkv.demo.evicting import EvictingModel, Policy
 from tkv.demo.eviction_plot import Line, draw_lines
-from tkv.demo.model import Tokenizer, describe, find_gguf, load_model, load_tokenizer
+from tkv.demo.model import Tokenizer, describe, find_gguf, load_model, load_tokenizer, says_nothing_about
 from tkv.demo.page_map import check_png
 from tkv.demo.text import passages
 from tkv.demo.workers import Progress, cores, run_tasks
@@ -98,8 +98,7 @@ def run(dtype: str = "fp32", workers: int | None = None, out: Path | None = None
     progress = Progress("demo", started)
     gguf, name = find_gguf()
     if gguf is None:
-        print(f"NO PRETRAINED MODEL: {name}. A small Llama with RANDOM weights takes its place: what follows shows that tkv computes")
-        print("what torch computes, and says nothing about policies.\n")
+        print(says_nothing_about("policies", name))
     progress.stage("reading the texts" if gguf is None else f"reading the texts with the tokenizer of {name}")
     texts = read_texts(load_tokenizer(gguf))
     tasks = [
@@ -112,8 +111,7 @@ def run(dtype: str = "fp32", workers: int | None = None, out: Path | None = None
     *parts, full = run_tasks(run_task, tasks, 1 if on_gpu else workers or cores())
     measured = [joined([part for part in parts if part.budget == budget]) for budget in sorted(BUDGETS)]
 
-    where = torch.cuda.get_device_name() if on_gpu else "CPU, kernels in Triton's interpreter"
-    print(f"{full.model}; {dtype}, on {where}\n")
+    print(f"{full.model}; {dtype}, on {device_name()}\n")
     print_measured(measured, full.losses[FULL])
     wrong = print_checked(measured, dtype)
     if gguf is not None:
@@ -175,7 +173,7 @@ def run_task(task: Task) -> Measured:
     progress = Progress(task.name, task.started)
     progress.stage("loading the model")
     model = _model(task.gguf, task.dtype)
-    return (measure_full if task.budget is None else measure)(task, model, progress)
+    return measure_full(task, model, progress) if task.budget is None else measure(task, task.budget, model, progress)
 
 
 @lru_cache(maxsize=1)
@@ -193,25 +191,24 @@ def measure_full(task: Task, model: Any, progress: Progress) -> Measured:
 
 
 @torch.no_grad()
-def measure(task: Task, model: Any, progress: Progress) -> Measured:
+def measure(task: Task, budget: int, model: Any, progress: Progress) -> Measured:
     """All policies in one batch: chunk by chunk, with an eviction before each."""
-    assert task.budget is not None
-    chunk = BUDGETS[task.budget]
-    chosen = policies_of(task.budget - chunk)
+    chunk = BUDGETS[budget]
+    chosen = policies_of(budget - chunk)
     # Sequences of a policy stand side by side.
     ids = torch.tensor(task.texts, device=model.device).repeat(len(chosen), 1)
-    evicting = EvictingModel(model, chosen, len(task.texts), task.budget, progress.layer)
+    evicting = EvictingModel(model, chosen, len(task.texts), budget, progress.layer)
     hidden = []
-    ends = range(task.budget, ids.shape[1] + 1, chunk)
+    ends = range(budget, ids.shape[1] + 1, chunk)
     for first, end in zip((0, *ends), ends):
         if first == 0 or first % (4 * chunk) == 0:
             progress.stage(f"tokens {first + 1:,} to {min(first + 4 * chunk, ids.shape[1]) if first else end:,} of {len(ids)} sequences")
         is_last = end == ends[-1]
-        hidden.append(evicting.read(ids[:, first:end], keeps=None if is_last else task.budget - chunk))
+        hidden.append(evicting.read(ids[:, first:end], keeps=None if is_last else budget - chunk))
     progress.stage("likelihoods")
     losses = losses_of(model, torch.cat(hidden, 1), ids)
     by_policy = {policy.name: part for policy, part in zip(chosen, losses.split(len(task.texts)))}
-    return Measured(task.budget, by_policy, evicting.difference, evicting.most_pages, _name(task, model))
+    return Measured(budget, by_policy, evicting.difference, evicting.most_pages, _name(task, model))
 
 
 def joined(parts: Sequence[Measured]) -> Measured:

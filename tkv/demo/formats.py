@@ -19,9 +19,9 @@ from tabulate import tabulate
 
 from tkv.calibration import calibrate
 from tkv.demo import PICTURES, DemoError
-from tkv.demo.decode import DTYPES, device
+from tkv.demo.decode import DTYPES, device, device_name
 from tkv.demo.formats_plot import HOW_TO_PLOT, Point, draw_plot
-from tkv.demo.model import Tokenizer, describe, find_gguf, load_model, load_tokenizer
+from tkv.demo.model import Tokenizer, describe, find_gguf, load_model, load_tokenizer, says_nothing_about
 from tkv.demo.page_map import check_png
 from tkv.demo.text import passages
 from tkv.demo.through_cache import PAGE_SIZE, CachedModel, Scales, Scheme
@@ -135,8 +135,7 @@ def run(dtype: str = "fp32", workers: int | None = None, out: Path | None = None
     progress = Progress("demo", started)
     gguf, name = find_gguf()
     if gguf is None:
-        print(f"NO PRETRAINED MODEL: {name}. A small Llama with RANDOM weights takes its place: what follows shows that tkv computes")
-        print("what torch computes, and says nothing about formats.\n")
+        print(says_nothing_about("formats", name))
     progress.stage("reading the text" if gguf is None else f"reading the text with the tokenizer of {name}")
     texts, calibration = read_texts(load_tokenizer(gguf))
     common = (dtype, gguf, texts, calibration, started)
@@ -150,8 +149,7 @@ def run(dtype: str = "fp32", workers: int | None = None, out: Path | None = None
     measured = [result for result in results if isinstance(result, Measured)]
     baseline = measured.pop()
     checked = [result for result in results if isinstance(result, Checked)]
-    where = torch.cuda.get_device_name() if on_gpu else "CPU, kernels in Triton's interpreter"
-    print(f"{baseline.model}; {dtype}, on {where}\n")
+    print(f"{baseline.model}; {dtype}, on {device_name()}\n")
     print_measured(measured, baseline)
     print_checked(checked, dtype)
     if gguf is not None:

@@ -69,6 +69,14 @@ def load_tokenizer(path: Path | None) -> Tokenizer:
     )
 
 
+def says_nothing_about(what: str, reason: str) -> str:
+    """What to print where there is no pretrained model."""
+    return (
+        f"NO PRETRAINED MODEL: {reason}. A small Llama with RANDOM weights takes its place: what follows shows that tkv computes\n"
+        f"what torch computes, and says nothing about {what}.\n"
+    )
+
+
 def load_model(path: Path | None, dtype: torch.dtype, device: torch.device) -> Any:
     """The pretrained model of a GGUF file, or a random one of the same kind.
 

@@ -18,9 +18,9 @@ from tabulate import tabulate
 
 from tkv.demo import PICTURES
 from tkv.demo.attention import Reads, ServedModel
-from tkv.demo.decode import DTYPES, device
+from tkv.demo.decode import DTYPES, device, device_name
 from tkv.demo.interpreter import quick_interpreter
-from tkv.demo.model import Tokenizer, describe, find_gguf, load_model, load_tokenizer
+from tkv.demo.model import Tokenizer, describe, find_gguf, load_model, load_tokenizer, says_nothing_about
 from tkv.demo.page_map import HOW_TO_DRAW, PageMap, check_png, draw_png, text_lines
 from tkv.demo.text import QUESTIONS, SYSTEM_PROMPT, chat_start, chat_turn
 from tkv.demo.workers import Progress, cores, run_tasks
@@ -97,8 +97,7 @@ def run(dtype: str = "fp32", workers: int | None = None, out: Path | None = None
     progress = Progress("demo", started)
     gguf, name = find_gguf()
     if gguf is None:
-        print(f"NO PRETRAINED MODEL: {name}. A small Llama with RANDOM weights takes its place: what follows shows that tkv computes")
-        print("what torch computes, and says nothing about text.\n")
+        print(says_nothing_about("text", name))
     progress.stage("reading the text" if gguf is None else f"reading the text with the tokenizer of {name}")
     tokenizer = load_tokenizer(gguf)
     system = tokenizer.encode(chat_start(SYSTEM_PROMPT))
@@ -112,8 +111,7 @@ def run(dtype: str = "fp32", workers: int | None = None, out: Path | None = None
     with _threads_of_numpy(max(1, cores() // processes)):
         served, own = run_tasks(run_task, tasks, processes)
 
-    where = torch.cuda.get_device_name() if on_gpu else "CPU, kernels in Triton's interpreter"
-    print(f"{served.model}; {dtype}, on {where}\n")
+    print(f"{served.model}; {dtype}, on {device_name()}\n")
     print_answers(served, own, task, tokenizer, dtype)
     print_savings(served, task)
     page_map = PageMap(tuple(f"{i + 1}: {question}" for i, question in enumerate(QUESTIONS)), served.pages, PAGE_SIZE, served.num_pages)

@@ -16,8 +16,8 @@ from tabulate import tabulate
 
 from tkv.demo import PICTURES
 from tkv.demo.attention import empty_caches
-from tkv.demo.decode import DTYPES, device
-from tkv.demo.model import Tokenizer, describe, find_gguf, load_model, load_tokenizer
+from tkv.demo.decode import DTYPES, device, device_name
+from tkv.demo.model import Tokenizer, describe, find_gguf, load_model, load_tokenizer, says_nothing_about
 from tkv.demo.page_map import check_png
 from tkv.demo.streaming_plot import Curve, draw_curves
 from tkv.demo.text import passages
@@ -113,8 +113,7 @@ def run(dtype: str = "fp32", workers: int | None = None, out: Path | None = None
     progress = Progress("demo", started)
     gguf, name = find_gguf()
     if gguf is None:
-        print(f"NO PRETRAINED MODEL: {name}. A small Llama with RANDOM weights takes its place: what follows shows that tkv computes")
-        print("what torch computes, and says nothing about text.\n")
+        print(says_nothing_about("text", name))
     progress.stage("reading the text" if gguf is None else f"reading the text with the tokenizer of {name}")
     tokenizer = load_tokenizer(gguf)
     ids = read_text(tokenizer)
@@ -122,12 +121,12 @@ def run(dtype: str = "fp32", workers: int | None = None, out: Path | None = None
     on_gpu = device().type == "cuda"
     reads = run_tasks(run_task, tasks, 1 if on_gpu else workers or cores())
 
-    where = torch.cuda.get_device_name() if on_gpu else "CPU, kernels in Triton's interpreter"
-    print(f"{reads[0].model}; {dtype}, on {where}\n")
+    print(f"{reads[0].model}; {dtype}, on {device_name()}\n")
     print_stretches(reads, len(ids))
     print_pages(reads, len(ids))
     print_generated(reads, ids, tokenizer)
-    wrong = [read for read in reads if read.decoded is not None and not print_decoded(read, dtype)]
+    compared = [(read.scheme, read.decoded) for read in reads if read.decoded is not None]
+    wrong = [scheme for scheme, decoded in compared if not print_decoded(scheme, decoded, dtype)]
     if can_draw:
         title = f"{reads[0].model.partition(':')[0]}: {len(ids):,} tokens of text within {BUDGET} keys"
         draw_curves([curve_of(read, len(ids)) for read in reads], title, path)
@@ -166,7 +165,8 @@ def run_task(task: Task) -> Read:
     progress = Progress(task.scheme.name, task.started)
     progress.stage("loading the model")
     model = _model(task.gguf, task.dtype)
-    return (read_full if task.scheme.window is None else read_streaming)(task, model, progress)
+    window = task.scheme.window
+    return read_full(task, model, progress) if window is None else read_streaming(task, window, model, progress)
 
 
 @lru_cache(maxsize=1)
@@ -185,10 +185,9 @@ def read_full(task: Task, model: Any, progress: Progress) -> Read:
 
 
 @torch.no_grad()
-def read_streaming(task: Task, model: Any, progress: Progress) -> Read:
+def read_streaming(task: Task, window: int, model: Any, progress: Progress) -> Read:
     """Chunk by chunk through the paged cache, then on by the likeliest tokens."""
-    assert task.scheme.window is not None
-    cached = StreamingModel(model, task.scheme.window, task.scheme.sinks, CHUNK, progress.layer)
+    cached = StreamingModel(model, window, task.scheme.sinks, CHUNK, progress.layer)
     ids = torch.tensor(task.ids, device=model.device)
     hidden: list[torch.Tensor] = []
     pages: list[tuple[int, int]] = []
@@ -305,13 +304,11 @@ def print_generated(reads: Sequence[Read], ids: Sequence[int], tokenizer: Tokeni
     print()
 
 
-def print_decoded(read: Read, dtype: str) -> bool:
+def print_decoded(scheme: Scheme, decoded: Decoded, dtype: str) -> bool:
     """The comparison of both attentions; returns whether they agree."""
-    decoded = read.decoded
-    assert decoded is not None
     agrees = decoded.agrees(dtype)
     print(
-        f"{read.scheme.name}: {decoded.tokens} tokens after the text decoded one by one BY TKV'S KERNEL, paged_decode with window, sinks "
+        f"{scheme.name}: {decoded.tokens} tokens after the text decoded one by one BY TKV'S KERNEL, paged_decode with window, sinks "
         "and\n"
         f"rope (rotation at read), and by torch on the same pages: largest difference of a logit {decoded.difference:.1e} (largest logit "
         f"{decoded.largest:.1f},\nallowed {BOUNDS[dtype] * decoded.largest:.1e}), same likeliest token {decoded.same_choices} of "
