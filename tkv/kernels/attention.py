@@ -16,7 +16,7 @@ from tkv.kernels.tiles.rows import (
     uniform_program,
 )
 from tkv.kernels.tiles.softmax import add_sink, lse_of
-from tkv.kernels.tiles.visibility import keys_before, positions_of, span_of_rows, span_of_tree, view_of
+from tkv.kernels.tiles.visibility import keys_before, positions_of, rows_of_tree, span_of_rows, span_of_tree, view_of
 
 
 @triton.jit
@@ -137,13 +137,9 @@ def attention_kernel(
     positions = q_starts + q_rows
     tree_rows = (tree.mask_ptr, rows, tree.depth_ptr, rows, q_starts, num_new)
     if ATTEND.HAS_TREE:
-        # A mask may have fewer rows than stand behind the last sequence.
         tree_row = tl.minimum(q_rows, tree.depth_stride - 1)
-        in_tree = tl.minimum(num_new, tree.depth_stride)
         mask_rows = row_offsets(tree.strides, seqs, tree_row, head)
-        depth_rows = tl.zeros([BLOCK_M], tl.int64) + seqs.to(tl.int64) * tree.depth_stride
-        positions = q_starts + tl.load(tree.depth_ptr + (depth_rows + tree_row))
-        tree_rows = (tree.mask_ptr, mask_rows, tree.depth_ptr, depth_rows, q_starts, in_tree)
+        positions, tree_rows = rows_of_tree(tree, mask_rows, seqs, tree_row, q_starts, num_new)
         span = span_of_tree(q_starts, positions, in_rows, num_new, limits.window, ATTEND.HAS_WINDOW)
     elif ROWS == "stacked":
         span = span_of_rows(positions, in_rows)

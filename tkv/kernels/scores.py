@@ -8,7 +8,7 @@ from tkv.kernels.tiles.attend import score_tile, score_unit
 from tkv.kernels.tiles.paging import locate, offsets_of
 from tkv.kernels.tiles.rows import between, load_query, row_offsets
 from tkv.kernels.tiles.softmax import LOG2_E
-from tkv.kernels.tiles.visibility import seen_keys, span_of_tree, view_of
+from tkv.kernels.tiles.visibility import rows_of_tree, seen_keys, span_of_tree, view_of
 
 
 @triton.jit
@@ -80,10 +80,8 @@ def scores_kernel(
             tree_rows = (tree.mask_ptr, rows, tree.depth_ptr, rows, q_starts, num_new)
             if ATTEND.HAS_TREE:
                 tree_row = tl.minimum(q_rows, tree.depth_stride - 1)
-                depth_rows = tl.zeros([BLOCK_M], tl.int64) + seq.to(tl.int64) * tree.depth_stride
-                positions = q_starts + tl.load(tree.depth_ptr + (depth_rows + tree_row))
                 mask_rows = row_offsets(tree.strides, seq, tree_row, head)
-                tree_rows = (tree.mask_ptr, mask_rows, tree.depth_ptr, depth_rows, q_starts, tl.minimum(num_new, tree.depth_stride))
+                positions, tree_rows = rows_of_tree(tree, mask_rows, seq, tree_row, q_starts, num_new)
                 span = span_of_tree(q_starts, positions, in_rows, num_new, limits.window, ATTEND.HAS_WINDOW)
             else:
                 last = q_start + tl.minimum((block * BLOCK_M + BLOCK_M - 1) // GROUP, num_new - 1)

@@ -93,6 +93,14 @@ def in_window(distance, key_positions, window, sinks):
 
 
 @triton.jit
+def rows_of_tree(tree, mask_offsets, seqs, tree_rows, q_starts, num_new):
+    """(positions of rows in tree attention, what `place_new_keys` takes of them); a mask may have fewer rows than `num_new`."""
+    depth_rows = tl.zeros(tree_rows.shape, tl.int64) + seqs.to(tl.int64) * tree.depth_stride
+    positions = q_starts + tl.load(tree.depth_ptr + (depth_rows + tree_rows))
+    return positions, (tree.mask_ptr, mask_offsets, tree.depth_ptr, depth_rows, q_starts, tl.minimum(num_new, tree.depth_stride))
+
+
+@triton.jit
 def depths_of_new_keys(key_positions, tree):
     """Positions of a tile's keys in tree attention, for rows of one sequence, [BLOCK_N]; see `place_new_keys`."""
     _, _, depth_ptr, depth_rows, q_starts, num_new = tree
