@@ -11,7 +11,9 @@ import torch
 
 import tkv
 from tkv import cli
+from tkv.commands import CommandError, demo
 from tkv.demo import PICTURES, SCENARIOS, DemoError, run_scenario
+from tkv.errors import UnsupportedError
 
 
 @pytest.fixture
@@ -56,7 +58,7 @@ def test_help_names_every_command(capsys):
 
 def test_demo_passes_its_arguments_on(environ, monkeypatch):
     calls = []
-    monkeypatch.setattr(cli, "run_scenario", lambda *args, **kwargs: calls.append((args, kwargs)) or 1)
+    monkeypatch.setattr(demo, "run_scenario", lambda *args, **kwargs: calls.append((args, kwargs)) or 1)
     assert cli.main(["demo"]) == 1
     assert cli.main(["demo", "--scenario", "decode", "--dtype", "bf16", "--workers", "3"]) == 1
     assert cli.main(["demo", "--scenario", "shared-prefix", "--out", "map.png"]) == 1
@@ -68,13 +70,19 @@ def test_demo_passes_its_arguments_on(environ, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("error", "status", "message"), [(DemoError("no model"), 1, "no model"), (KeyboardInterrupt(), 130, "interrupted")]
+    ("error", "status", "message"),
+    [
+        (DemoError("no model"), 1, "no model"),
+        (CommandError("no GPU"), 1, "tkv: no GPU\n"),
+        (UnsupportedError("unknown arch"), 1, "tkv: unknown arch\n"),
+        (KeyboardInterrupt(), 130, "interrupted"),
+    ],
 )
 def test_errors_become_exit_statuses(error, status, message, environ, monkeypatch, capsys):
     def fail(*args, **kwargs):
         raise error
 
-    monkeypatch.setattr(cli, "run_scenario", fail)
+    monkeypatch.setattr(demo, "run_scenario", fail)
     assert cli.main(["demo"]) == status
     assert message in capsys.readouterr().err
 
@@ -121,3 +129,12 @@ def test_interpreter_where_there_is_no_gpu(gpu, before, after, environ, monkeypa
 def test_command_does_not_import_triton_before_it_has_chosen():
     code = "import sys, tkv.cli; sys.exit('triton' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], env={**os.environ, "TRITON_INTERPRET": "0"}).returncode == 0
+
+
+def test_a_reader_that_has_read_enough_ends_the_command_quietly():
+    code = (
+        "import sys; from tkv import cli; from tkv.commands import demo\n"
+        "demo.run_scenario = lambda *args, **kwargs: print('x' * 1_000_000) or 0; sys.exit(cli.main(['demo']))"
+    )
+    ended = subprocess.run(f'"{sys.executable}" -c "{code}" | true', shell=True, capture_output=True, text=True)
+    assert ended.stderr == ""

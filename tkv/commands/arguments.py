@@ -1,0 +1,72 @@
+"""Types of arguments: each turns a text into a value, or refuses it with a message that argparse prints."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+
+from tkv.errors import TkvError
+
+_SECONDS = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600}
+
+
+def positive(text: str) -> int:
+    """An integer of at least 1.
+
+    Example:
+        >>> positive("16")
+        16
+    """
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"expected at least 1, got {number}")
+    return number
+
+
+def duration(text: str) -> float:
+    """Seconds: ``"300s"``, ``"5m"``, ``"1.5h"``, or a plain number.
+
+    Example:
+        >>> duration("300s"), duration("5m"), duration("90")
+        (300.0, 300.0, 90.0)
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|m|min|h|)", text.strip())
+    seconds = float(match[1]) * _SECONDS[match[2]] if match else 0.0
+    if not 0 < seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a time such as 300s, 5m or 1h, got {text!r}")
+    return seconds
+
+
+def arch(text: str) -> str:
+    """The name of an architecture that tkv compiles for.
+
+    Example:
+        >>> arch("sm90")
+        'sm90'
+    """
+    from tkv.tune.arch import arch as facts_of
+
+    try:
+        return facts_of(text).name
+    except TkvError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def formats(text: str) -> str:
+    """The name of a cache format, or of those of K and of V with a ``+`` between.
+
+    Example:
+        >>> formats("fp8_e4m3/tensor"), formats("int4/page_channel+int4/group32")
+        ('fp8_e4m3/tensor', 'int4/page_channel+int4/group32')
+    """
+    from tkv.formats import KVFormat
+
+    names = text.split("+")
+    try:
+        names = [str(KVFormat.parse(name)) for name in names]
+    except TkvError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    if len(names) > 2:
+        raise argparse.ArgumentTypeError(f"expected one format or K+V, got {text!r}")
+    return names[0] if len(set(names)) == 1 else "+".join(names)
