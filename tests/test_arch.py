@@ -1,5 +1,6 @@
 """GPU facts: the table is sane, unknown names are refused, devices map to architectures."""
 
+import re
 import subprocess
 import sys
 from dataclasses import FrozenInstanceError
@@ -11,7 +12,7 @@ import torch
 from tkv.errors import DeviceError, UnsupportedError
 from tkv.tune import ARCHS, arch, arch_of_device, configs_dir, parts
 from tkv.tune import arch as arch_function
-from tkv.tune.arch import _cuda_name
+from tkv.tune.arch import _cuda_name, part_of_device
 
 
 def test_every_architecture_is_listed_once():
@@ -23,6 +24,11 @@ def test_every_architecture_is_listed_once():
 def test_values_are_sane(name):
     a = arch(name)
     assert a.name == name
+    rates = (a.issue_slots, a.exp_per_cycle, a.shared_bytes_per_cycle, a.latency_cycles)
+    if name in ("gfx1100", "gfx1201"):
+        assert rates == (None,) * 4
+    else:
+        assert rates == (1 if a.backend == "hip" else 4, 16, 128, 480 if name == "sm90" else 800) and "latency_cycles" in (a.nominal or "")
     assert a.backend == ("hip" if name.startswith("gfx") else "cuda")
     assert a.warp_size == (64 if name.startswith("gfx9") else 32)
     assert 48 * 1024 < a.shared_per_block <= a.shared_per_sm - a.shared_reserved
@@ -79,10 +85,55 @@ def test_parts():
     assert len(set(names)) == len(names) > 15
     for p in parts():
         assert p.arch in ARCHS
-        assert 16 <= p.sms <= 512 and 1 <= p.l2_mb <= 512 and 100 <= p.gbps <= 20_000
+        assert 16 <= p.sms <= 512 and 1 <= p.l2_mb <= 512 and 100 <= p.gbps <= 20_000 and 1000 < p.clock_mhz < 3000
         if p.bf16_tflops is not None and p.fp8_tflops is not None:
             # Dense against sparse rates differ by two as well: this finds a part with one of each.
             assert p.fp8_tflops / p.bf16_tflops == pytest.approx(2, rel=0.02)
+
+
+def test_matrix_rates_are_a_power_of_two_of_operations_a_cycle():
+    # Where a clock or a rate is wrong by two or by tens of percent, this number is none.
+    for p in parts():
+        if p.bf16_tflops is not None:
+            per_cycle = p.bf16_tflops * 1e6 / (p.sms * p.clock_mhz)
+            nearest = min((512, 1024, 2048, 4096, 8192), key=lambda n: abs(n / per_cycle - 1))
+            assert per_cycle == pytest.approx(nearest, rel=0.12), p.name
+
+
+def test_a_part_of_each_data_sheet_is_found_by_its_own_name_alone():
+    drivers = {
+        "A100 SXM 80GB": "NVIDIA A100-SXM4-80GB", "A10G": "NVIDIA A10G", "L4": "NVIDIA L4", "L40S": "NVIDIA L40S",
+        "RTX 4090": "NVIDIA GeForce RTX 4090", "H100 SXM": "NVIDIA H100 80GB HBM3", "H100 PCIe": "NVIDIA H100 PCIe",
+        "H200 SXM": "NVIDIA H200", "GH200 96GB": "NVIDIA GH200 480GB", "B200": "NVIDIA B200", "RTX 5090": "NVIDIA GeForce RTX 5090",
+        "GB10": "NVIDIA GB10", "MI210": "AMD Instinct MI210", "MI300X": "AMD Instinct MI300X", "MI355X": "AMD Instinct MI355X",
+    }  # fmt: skip
+    for part, name in drivers.items():
+        assert [p.name for p in parts() if re.search(p.device, name)] == [part]
+    for other in ("NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA H20", "NVIDIA H100 NVL", "AMD Instinct MI300A"):
+        assert not [p.name for p in parts() if re.search(p.device, other)]
+
+
+@pytest.mark.parametrize(
+    ("name", "sms", "gbps", "tflops"),
+    [
+        ("NVIDIA H100 80GB HBM3", 132, 3350, 989),
+        ("NVIDIA H100 80GB HBM3 MIG 3g.40gb", 60, None, 989 * 60 / 132),
+        ("NVIDIA H20", 78, None, None),
+    ],
+)
+def test_a_part_has_the_size_that_its_driver_says_and_the_rates_of_its_name(monkeypatch, name, sms, gbps, tflops):
+    _pretend(monkeypatch, capability=(9, 0))
+    found = SimpleNamespace(name=name, multi_processor_count=sms, L2_cache_size=51 << 20, clock_rate=1_980_000)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: found)
+    part = part_of_device(0)
+    assert (part.name, part.arch, part.sms, part.l2_mb, part.gbps) == (name, "sm90", sms, 51, gbps)
+    assert part.bf16_tflops == (None if tflops is None else pytest.approx(tflops))
+    assert part.clock_mhz == (1980 if "H20" in name else 1750)
+
+
+def test_a_part_of_no_gpu_is_refused():
+    with pytest.raises(DeviceError, match="must be a GPU, got cpu"):
+        part_of_device("cpu")
 
 
 def _pretend(monkeypatch, *, capability=None, chip=None):

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 import json
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +39,10 @@ class Arch:
         has_e4m3: the hardware converts OCP float8 e4m3 numbers (AMD's FNUZ numbers are others).
         has_tma: the hardware has a tensor memory accelerator.
         family: architectures whose tables may stand in for a missing one, nearest first.
+        issue_slots: warp instructions a cycle that one SM issues; on AMD vector instructions of a wave.
+        exp_per_cycle: results a cycle of one SM's unit for exponentials.
+        shared_bytes_per_cycle: bytes a cycle of one SM's shared memory.
+        latency_cycles: cycles from asking DRAM for a byte to having it, where nothing else is asked for.
         nominal: which of these values no primary source confirms; None where all are.
 
     >>> arch("sm90").shared_per_block
@@ -57,6 +62,10 @@ class Arch:
     has_e4m3: bool
     has_tma: bool
     family: tuple[str, ...]
+    issue_slots: int | None
+    exp_per_cycle: int | None
+    shared_bytes_per_cycle: int | None
+    latency_cycles: int | None
     nominal: str | None
 
     @property
@@ -85,6 +94,8 @@ class Part:
         gbps: memory bandwidth in GB/s.
         bf16_tflops: 10^12 bf16 operations a second on the matrix units.
         fp8_tflops: the same for 8-bit floats.
+        clock_mhz: boost clock in MHz, nominal for every part: what a GPU holds depends on its power and its load.
+        device: a regular expression that finds the part in the driver's name of it; None for a part made of a driver's values.
         nominal: which of these values no primary source confirms, and what is seen in practice; None where all are plain data-sheet values.
 
     >>> {p.name: p.sms for p in parts()}["H200 SXM"]
@@ -96,9 +107,11 @@ class Part:
     sms: int
     l2_mb: float
     l3_mb: float | None
-    gbps: float
+    gbps: float | None
     bf16_tflops: float | None
     fp8_tflops: float | None
+    clock_mhz: float | None
+    device: str | None
     nominal: str | None
 
 
@@ -194,16 +207,62 @@ def arch_of_device(device: int | str | torch.device | None = None) -> Arch:
     """
     import torch
 
+    device = _gpu(device)
+    if torch.version.hip:
+        chip: str = torch.cuda.get_device_properties(device).gcnArchName
+        return arch(chip.split(":")[0])  # "gfx942:sramecc+:xnack-": the features behind the name change no limit
+    return arch(_cuda_name(torch.cuda.get_device_capability(device)))
+
+
+def part_of_device(device: int | str | torch.device | None = None) -> Part:
+    """What a GPU of this machine is: its size from the driver, its rates from the data sheet of the part of that name.
+
+    Args:
+        device: as for :func:`arch_of_device`.
+
+    Returns:
+        A :class:`Part`. ``sms`` and ``l2_mb`` are the driver's, and matrix rates go with the SMs: a slice of a GPU has a part of them.
+        Rates of a part that is not listed, and the bandwidth of a slice, are None.
+
+    Raises:
+        DeviceError: ``device`` is no GPU, or torch sees none.
+        UnsupportedError: tkv has no kernels for this GPU.
+
+    >>> part_of_device("cpu")
+    Traceback (most recent call last):
+    ...
+    tkv.errors.DeviceError: device must be a GPU, got cpu
+    """
+    import torch
+
+    device = _gpu(device)
+    found = torch.cuda.get_device_properties(device)
+    chip = arch_of_device(device).name
+    sms, l2_mb = found.multi_processor_count, found.L2_cache_size / 2**20
+    name, _, is_slice = found.name.partition(" MIG")
+    for part in parts():
+        if part.arch == chip and part.device is not None and re.search(part.device, name):
+            bf16, fp8 = (None if rate is None else rate * sms / part.sms for rate in (part.bf16_tflops, part.fp8_tflops))
+            gbps = None if is_slice else part.gbps
+            return replace(part, name=found.name, sms=sms, l2_mb=l2_mb, gbps=gbps, bf16_tflops=bf16, fp8_tflops=fp8)
+    clock = getattr(found, "clock_rate", None)
+    return Part(
+        name=found.name, arch=chip, sms=sms, l2_mb=l2_mb, l3_mb=None, gbps=None, bf16_tflops=None, fp8_tflops=None,
+        clock_mhz=clock / 1000 if clock else None, device=None, nominal=None,
+    )  # fmt: skip
+
+
+def _gpu(device: int | str | torch.device | None) -> torch.device | None:
+    """The GPU that is meant, once it is known that there is one."""
+    import torch
+
     if device is not None:
         device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
         if device.type != "cuda":
             raise DeviceError(f"device must be a GPU, got {device}")
     if not torch.cuda.is_available():
         raise DeviceError("torch sees no GPU on this machine; name an architecture instead, for example tkv.tune.arch('sm90')")
-    if torch.version.hip:
-        chip: str = torch.cuda.get_device_properties(device).gcnArchName
-        return arch(chip.split(":")[0])  # "gfx942:sramecc+:xnack-": the features behind the name change no limit
-    return arch(_cuda_name(torch.cuda.get_device_capability(device)))
+    return device
 
 
 def _cuda_name(capability: tuple[int, int]) -> str:
