@@ -1,0 +1,466 @@
+"""Tuning tables: which configuration a function takes on an architecture, for which keys and sizes of work, and how that is known.
+
+A table is the file ``<architecture>/<function>.json`` of a folder laid out like ``autotune_configs``. Reading and writing one needs no
+GPU and no Triton.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tkv.errors import TkvError
+from tkv.tune.arch import ARCHS
+from tkv.tune.configs import AttentionConfig
+from tkv.tune.keys import ALL_TUNABLES, OP_KINDS, TUNABLES, Key, kernel_hash
+
+SCHEMA = 1
+ORIGINS = ("measured", "modelled")
+# The kernel of key_scores heeds no number of stages.
+_UNUSED = {"num_stages": 1}
+
+
+class TableError(TkvError, ValueError):
+    """A tuning table that is not one: its message is one line with the file and the entry."""
+
+
+class Bucket(NamedTuple):
+    """Upper bounds of a size of work, each inclusive; None is open. Of a key's buckets the first that holds a call is its own.
+
+    Attributes:
+        work: tiles of the key's rows over all sequences and KV heads, without splits over keys, per SM: see `tkv.tune.select.work_of`.
+        keys: visible keys of the longest sequence, as far as the host knows.
+
+    Example:
+        >>> bucket = Bucket(work=0.5, keys=4096)
+        >>> bucket.holds(0.5, 4000), bucket.holds(0.5, 5000), Bucket(None, None).holds(1e9, 1e9)
+        (True, False, True)
+    """
+
+    work: float | None = None
+    keys: int | None = None
+
+    def holds(self, work: float, keys: float) -> bool:
+        """Whether a call of this size is in the bucket or below."""
+        return (self.work is None or work <= self.work) and (self.keys is None or keys <= self.keys)
+
+    @property
+    def order(self) -> tuple[float, float]:
+        """For sorting: open bounds come last."""
+        return math.inf if self.work is None else self.work, math.inf if self.keys is None else self.keys
+
+    @property
+    def name(self) -> str:
+        """A short name for tables and messages."""
+        bounds = [f"{name} <= {bound:g}" for name, bound in (("work", self.work), ("keys", self.keys)) if bound is not None]
+        return ", ".join(bounds) or "any"
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What compiling an entry's kernel gave.
+
+    Attributes:
+        triton: the version that compiled it.
+        registers, spills: of a thread; spills in bytes of its stack.
+        shared: bytes of shared memory of a program.
+        ctas_per_sm: programs that an SM holds at a time; None where the architecture's limits are not known.
+    """
+
+    triton: str
+    registers: int
+    spills: int
+    shared: int
+    ctas_per_sm: int | None
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of measuring.
+
+    Attributes:
+        device: name of the GPU.
+        sms: its SMs.
+        driver, triton, torch: versions.
+        date: when, ISO 8601.
+        method: how times were taken, in a few words.
+        noise: spread of repeated times of one launch, percent.
+    """
+
+    device: str
+    sms: int
+    driver: str | None
+    triton: str
+    torch: str
+    date: str
+    method: str
+    noise: float
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A choice of a table.
+
+    Attributes:
+        match: the key that it is for.
+        bucket: the size of work that it is for.
+        config: what to launch with; None says that the analytic default is best there.
+        origin: ``"measured"`` or ``"modelled"``.
+        compiled: what compiling the config gave; None iff the config is.
+        us: measured microseconds of the shape that stands for the bucket; None if modelled.
+        run: index of the run that measured it; None if modelled.
+    """
+
+    match: Key
+    bucket: Bucket
+    config: AttentionConfig | None
+    origin: str
+    compiled: Compiled | None
+    us: float | None = None
+    run: int | None = None
+
+    @property
+    def order(self) -> tuple[Any, ...]:
+        """Where it stands in a table."""
+        return (self.match, *self.bucket.order)
+
+
+@dataclass(frozen=True)
+class Table:
+    """The choices for one function on one architecture, valid and in order; see `make`.
+
+    Attributes:
+        op: the public function.
+        arch: the architecture.
+        kernel_hash: of the kernel's source that the entries were found with.
+        runs: what measured them.
+        entries: sorted by key and bucket.
+    """
+
+    op: str
+    arch: str
+    kernel_hash: str
+    runs: tuple[Run, ...]
+    entries: tuple[Entry, ...]
+
+    @classmethod
+    def make(cls, op: str, arch: str, entries: Iterable[Entry], runs: Iterable[Run] = (), source: str | None = None) -> Table:
+        """A table of these entries, put in order and validated.
+
+        Args:
+            op, arch: the function and the architecture.
+            entries: in any order.
+            runs: that measured entries refer to.
+            source: the hash of the kernel's source; of the kernel as it is now if None.
+
+        Returns:
+            The table.
+
+        Raises:
+            TableError: as `load` does, with ``<arch>/<op>`` for the file.
+
+        Example:
+            >>> key = Key(128, 128, "bf16", "bf16", rows=16, page=16)
+            >>> compiled = Compiled("3.9.0", registers=168, spills=0, shared=70000, ctas_per_sm=3)
+            >>> entry = Entry(key, Bucket(), AttentionConfig(16, 64, 4, 3), "modelled", compiled)
+            >>> len(Table.make("paged_decode", "sm90", [entry]).entries)
+            1
+        """
+        entries = sorted(entries, key=lambda entry: entry.order)
+        table = cls(op, arch, source or kernel_hash(op), tuple(runs), tuple(entries))
+        return parse(json.loads(dumps(table)), f"{arch}/{op}")
+
+
+def table_path(folder: Path, arch: str, op: str) -> Path:
+    """Where a folder keeps a table."""
+    return folder / arch / f"{op}.json"
+
+
+def load(path: Path) -> Table:
+    """Read a table and validate it.
+
+    Args:
+        path: the file.
+
+    Returns:
+        The table.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        TableError: unreadable, an unknown schema, field, key or tunable, a config that cannot be launched, a gap in the buckets, or an
+            entry that does not say how it is known; one line with the file and the entry.
+    """
+    text = path.read_text(encoding="utf-8")
+    try:
+        data = json.loads(text)
+    except ValueError as error:
+        raise TableError(f"{path}: no JSON: {error}") from None
+    table = parse(data, str(path))
+    if (table.arch, table.op) != (path.parent.name, path.stem):
+        raise TableError(f"{path}: it is the table of {table.op} on {table.arch}, which belongs to {table.arch}/{table.op}.json")
+    return table
+
+
+def parse(data: Any, source: str) -> Table:
+    """A table from what its JSON holds; `source` is what messages call it. Raises `TableError` as `load` does."""
+    try:
+        header = _fields_of(data, ("schema", "op", "arch", "kernel_hash", "tunables", "runs", "entries"))
+        if header["schema"] != SCHEMA:
+            raise ValueError(f"schema: this version of tkv reads {SCHEMA}, got {header['schema']!r}")
+        op, arch = header["op"], header["arch"]
+        if op not in OP_KINDS:
+            raise ValueError(f"op: expected {', '.join(OP_KINDS)}, got {op!r}")
+        if arch not in ARCHS:
+            raise ValueError(f"arch: expected {', '.join(ARCHS)}, got {arch!r}")
+        if header["tunables"] != list(TUNABLES[op]):
+            raise ValueError(f"tunables: the kernel has {', '.join(TUNABLES[op])}, got {header['tunables']!r}")
+        if not isinstance(header["kernel_hash"], str):
+            raise ValueError(f"kernel_hash: expected text, got {header['kernel_hash']!r}")
+        for name in ("runs", "entries"):
+            if not isinstance(header[name], list):
+                raise ValueError(f"{name}: expected a list, got {type(header[name]).__name__}")
+    except (ValueError, TypeError) as error:
+        raise TableError(f"{source}: {error}") from None
+    runs = tuple(_each(header["runs"], _run, f"{source}: run"))
+    entries = tuple(_each(header["entries"], lambda item: _entry(item, op, len(runs)), f"{source}: entry"))
+    _check_order(entries, source)
+    return Table(op, arch, header["kernel_hash"], runs, entries)
+
+
+def _each(items: list[Any], read: Any, name: str) -> list[Any]:
+    found = []
+    for number, item in enumerate(items, 1):
+        try:
+            found.append(read(item))
+        except (ValueError, TypeError) as error:
+            raise TableError(f"{name} {number}: {error}") from None
+    return found
+
+
+def _fields_of(data: Any, names: Iterable[str], optional: Iterable[str] = ()) -> dict[str, Any]:
+    if not isinstance(data, dict):
+        raise TypeError(f"expected an object, got {data!r:.80}")
+    unknown = sorted(set(data) - set(names) - set(optional))
+    missing = [name for name in names if name not in data]
+    if unknown or missing:
+        raise ValueError(", ".join(text for text in (unknown and f"unknown {unknown}", missing and f"missing {missing}") if text))
+    return {**dict.fromkeys(optional), **data}
+
+
+def _number(data: dict[str, Any], name: str, kinds: tuple[type, ...] = (int,), least: float = 0) -> None:
+    value = data[name]
+    if type(value) not in kinds or not least <= value < math.inf:
+        wanted = "an integer" if kinds == (int,) else "a number"
+        raise ValueError(f"{name}: expected {wanted} of at least {least:g}, got {value!r}")
+
+
+def _run(data: Any) -> Run:
+    data = _fields_of(data, [field.name for field in fields(Run)])
+    for name in ("device", "triton", "torch", "date", "method"):
+        if not isinstance(data[name], str):
+            raise TypeError(f"{name}: expected text, got {data[name]!r}")
+    _number(data, "sms", least=1)
+    _number(data, "noise", (int, float))
+    return Run(**data)
+
+
+def _entry(data: Any, op: str, num_runs: int) -> Entry:
+    data = _fields_of(data, ("match", "bucket", "config", "origin", "compiled"), ("us", "run"))
+    if data["origin"] not in ORIGINS:
+        raise ValueError(f"origin: expected {' or '.join(ORIGINS)}, got {data['origin']!r}")
+    is_measured = data["origin"] == "measured"
+    if is_measured != (data["us"] is not None):
+        raise ValueError("us: an entry has it if and only if its origin is measured")
+    if is_measured:
+        _number(data, "us", (int, float))
+    if is_measured != (data["run"] is not None):
+        raise ValueError("run: an entry has it if and only if its origin is measured")
+    if is_measured and (type(data["run"]) is not int or not 0 <= data["run"] < num_runs):
+        raise ValueError(f"run: expected an index below {num_runs}, the number of runs, got {data['run']!r}")
+    if (data["config"] is None) != (data["compiled"] is None):
+        raise ValueError("compiled: an entry has it if and only if it has a config")
+    try:
+        match = Key.of(_fields_of(data["match"], Key._fields))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"match: {error}") from None
+    config = None if data["config"] is None else _config(data["config"], op)
+    compiled = None if data["compiled"] is None else _compiled(data["compiled"])
+    return Entry(match, _bucket(data["bucket"]), config, data["origin"], compiled, data["us"], data["run"])
+
+
+def _bucket(data: Any) -> Bucket:
+    try:
+        data = _fields_of(data, Bucket._fields)
+        if data["work"] is not None:
+            _number(data, "work", (int, float))
+        if data["keys"] is not None:
+            _number(data, "keys")
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"bucket: {error}") from None
+    return Bucket(**data)
+
+
+def _config(data: Any, op: str) -> AttentionConfig:
+    if not isinstance(data, dict):
+        raise TypeError(f"config: expected an object or null, got {data!r}")
+    unknown = sorted(set(data) - set(TUNABLES[op]))
+    if unknown:
+        raise ValueError(f"config: tunables of {op} are {', '.join(TUNABLES[op])}; unknown {unknown}")
+    for name, value in data.items():
+        if type(value) is not int:
+            raise ValueError(f"config.{name}: expected an integer, got {value!r}")
+    return AttentionConfig.of({**{name: value for name, value in _UNUSED.items() if name not in TUNABLES[op]}, **data})
+
+
+def _compiled(data: Any) -> Compiled:
+    try:
+        data = _fields_of(data, [field.name for field in fields(Compiled)])
+        for name in ("registers", "spills", "shared"):
+            _number(data, name)
+        if data["ctas_per_sm"] is not None:
+            _number(data, "ctas_per_sm")
+        if not isinstance(data["triton"], str):
+            raise TypeError(f"triton: expected text, got {data['triton']!r}")
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"compiled: {error}") from None
+    return Compiled(**data)
+
+
+def _check_order(entries: tuple[Entry, ...], source: str) -> None:
+    """Entries stand in order, and the buckets of each key leave no size out: bounds ascend, and the last ones are open."""
+    for number, entry in enumerate(entries, 1):
+        after = entries[number] if number < len(entries) else None
+        where = f"{source}: entry {number} ({entry.match.name}; {entry.bucket.name})"
+        if after is not None and entry.order >= after.order:
+            again = "twice" if entry.order == after.order else "behind one that it belongs before; bounds must ascend"
+            raise TableError(f"{where}: comes {again}")
+        is_last = after is None or after.match != entry.match
+        if is_last and entry.bucket != Bucket(None, None):
+            raise TableError(f"{where}: bucket: a gap above it; the last bucket of a key must be open (null) in work and keys")
+        if after is not None and not is_last and after.bucket.work != entry.bucket.work and entry.bucket.keys is not None:
+            raise TableError(f"{where}: bucket: a gap above it; the last bucket of a bound of work must be open (null) in keys")
+
+
+def dumps(table: Table) -> str:
+    """The table as its file has it: an entry a line, in order, integers only in configs."""
+    tunables = TUNABLES[table.op]
+    lines = [f'"schema": {SCHEMA}'] + [f'"{name}": {json.dumps(getattr(table, name))}' for name in ("op", "arch", "kernel_hash")]
+    lines.append(f'"tunables": {json.dumps(tunables)}')
+    lines.append(_list("runs", [json.dumps(asdict(run)) for run in table.runs]))
+    lines.append(_list("entries", [json.dumps(_as_json(entry, tunables)) for entry in table.entries]))
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def _list(name: str, items: list[str]) -> str:
+    return f'"{name}": [\n' + ",\n".join(items) + "\n]" if items else f'"{name}": []'
+
+
+def _as_json(entry: Entry, tunables: tuple[str, ...]) -> dict[str, Any]:
+    config = None
+    if entry.config is not None:
+        values = {name: getattr(entry.config, name) for name in ALL_TUNABLES}
+        config = {name: value for name, value in values.items() if value is not None and (name in tunables or name not in _UNUSED)}
+    found: dict[str, Any] = {
+        "match": entry.match._asdict(),
+        "bucket": entry.bucket._asdict(),
+        "config": config,
+        "origin": entry.origin,
+        "compiled": None if entry.compiled is None else asdict(entry.compiled),
+    }
+    return found if entry.origin == "modelled" and entry.us is None and entry.run is None else {**found, "us": entry.us, "run": entry.run}
+
+
+def dump(table: Table, path: Path) -> None:
+    """Write a table; whoever reads it meanwhile sees the old one or the new one.
+
+    Args:
+        table: the table.
+        path: the file; its folder is made if there is none.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        temporary.write_text(dumps(table), encoding="utf-8")
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def merge(a: Table, b: Table) -> tuple[Table, list[str]]:
+    """One table of two of the same function and architecture.
+
+    What is measured beats what is modelled. Of two measurements on one device the newer wins, on one day the faster; of two devices the
+    first table's stands. Of two models the second table's, which is taken for the newer. Where a key's buckets differ, its entries
+    come from one table as a whole. Of tables for different sources of the kernel one counts: that for the source as it is now, else the
+    second.
+
+    Args:
+        a, b: the tables.
+
+    Returns:
+        The table, and one line for each conflict: entries that differ where both are measured, or that were left out.
+
+    Raises:
+        TableError: they are of different functions or architectures.
+    """
+    if (a.op, a.arch) != (b.op, b.arch):
+        raise TableError(f"merge: tables of {a.op} on {a.arch} and of {b.op} on {b.arch}")
+    if a.kernel_hash != b.kernel_hash:
+        kept, left = (a, b) if a.kernel_hash == kernel_hash(a.op) else (b, a)
+        which = "second" if left is b else "first"
+        return kept, [f"{a.arch}/{a.op}: the {which} table's {len(left.entries)} entries are of another kernel and left out"]
+    conflicts: list[str] = []
+    runs = tuple(dict.fromkeys((*a.runs, *b.runs)))
+    chosen: list[Entry] = []
+    of_a, of_b = _by_key(a, runs), _by_key(b, runs)
+    for key in sorted({*of_a, *of_b}):
+        ours, theirs = of_a.get(key, {}), of_b.get(key, {})
+        if not ours or not theirs:
+            chosen += (ours or theirs).values()
+        elif ours.keys() == theirs.keys():
+            chosen += [_better(ours[bucket], theirs[bucket], runs, conflicts) for bucket in ours]
+        else:
+            first, second = (max(entries.values(), key=lambda entry: _rank(entry, runs)) for entries in (ours, theirs))
+            is_second = _rank(second, runs) >= _rank(first, runs)
+            conflicts.append(f"{key.name}: buckets differ, all entries are the {'second' if is_second else 'first'} table's")
+            chosen += (theirs if is_second else ours).values()
+    used = sorted({entry.run for entry in chosen if entry.run is not None})
+    entries = [entry if entry.run is None else replace(entry, run=used.index(entry.run)) for entry in chosen]
+    return Table.make(a.op, a.arch, entries, [runs[run] for run in used], a.kernel_hash), conflicts
+
+
+def _by_key(table: Table, runs: tuple[Run, ...]) -> dict[Key, dict[Bucket, Entry]]:
+    """Entries by key and bucket, their runs counted among `runs`."""
+    found: dict[Key, dict[Bucket, Entry]] = {}
+    for entry in table.entries:
+        run = None if entry.run is None else runs.index(table.runs[entry.run])
+        found.setdefault(entry.match, {})[entry.bucket] = replace(entry, run=run)
+    return found
+
+
+def _rank(entry: Entry, runs: tuple[Run, ...]) -> tuple[bool, str]:
+    return entry.run is not None, "" if entry.run is None else runs[entry.run].date
+
+
+def _better(a: Entry, b: Entry, runs: tuple[Run, ...], conflicts: list[str]) -> Entry:
+    if a.run is None or b.run is None or a.us is None or b.us is None:
+        return a if a.run is not None else b
+    of_a, of_b = runs[a.run], runs[b.run]
+    if of_a.device != of_b.device:
+        better, why = a, f"measured on {of_a.device} and on {of_b.device}, the first stands"
+    elif of_a.date[:10] != of_b.date[:10]:
+        better, why = (a, "the newer stands") if of_a.date > of_b.date else (b, "the newer stands")
+    else:
+        better, why = (a, "the faster stands") if a.us <= b.us else (b, "the faster stands")
+    if a.config != b.config:
+        conflicts.append(f"{a.match.name}; {a.bucket.name}: {_config_name(a)} at {a.us:g} us and {_config_name(b)} at {b.us:g} us: {why}")
+    return better
+
+
+def _config_name(entry: Entry) -> str:
+    return "the default" if entry.config is None else str(entry.config).removeprefix("AttentionConfig")
