@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 import torch
 
 import tkv
-from tkv.commands import CommandError, demo
+from tkv.commands import CommandError, Parser, demo, size
 from tkv.demo import DemoError
 from tkv.errors import TkvError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-COMMANDS = (demo,)
+COMMANDS = (demo, size)
 INTERRUPTED = 130  # what a shell reports for a command that Ctrl-C ended
 
 
@@ -63,7 +63,7 @@ def build_parser() -> argparse.ArgumentParser:
     Every subcommand sets ``run``, a function of the parsed arguments that returns the exit status, and ``interpret=False`` where it wants
     the environment as it is.
     """
-    parser = argparse.ArgumentParser(prog="tkv", description=tkv.__doc__)
+    parser = Parser(prog="tkv", description=tkv.__doc__)
     parser.add_argument("--version", action="version", version=f"tkv {tkv.__version__}")
     parser.set_defaults(interpret=True)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)

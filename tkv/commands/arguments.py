@@ -5,8 +5,15 @@ from __future__ import annotations
 import argparse
 import math
 import re
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
 
 from tkv.errors import TkvError
+
+if TYPE_CHECKING:
+    from tkv.tune.shapes import Model
+
+Value = TypeVar("Value")
 
 _SECONDS = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600}
 
@@ -47,10 +54,19 @@ def arch(text: str) -> str:
     """
     from tkv.tune.arch import arch as facts_of
 
-    try:
-        return facts_of(text).name
-    except TkvError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
+    return _checked(facts_of, text).name
+
+
+def model(text: str) -> Model:
+    """A model of ``tkv.tune.shapes.MODELS``.
+
+    Example:
+        >>> model("llama3-8b").layers
+        32
+    """
+    from tkv.tune.shapes import model_of
+
+    return _checked(model_of, text)
 
 
 def formats(text: str) -> str:
@@ -62,11 +78,15 @@ def formats(text: str) -> str:
     """
     from tkv.formats import KVFormat
 
-    names = text.split("+")
-    try:
-        names = [str(KVFormat.parse(name)) for name in names]
-    except TkvError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
+    names = [str(_checked(KVFormat.parse, name)) for name in text.split("+")]
     if len(names) > 2:
         raise argparse.ArgumentTypeError(f"expected one format or K+V, got {text!r}")
     return names[0] if len(set(names)) == 1 else "+".join(names)
+
+
+def _checked(read: Callable[[str], Value], text: str) -> Value:
+    """What a function of tkv makes of a text; its error becomes one that argparse prints."""
+    try:
+        return read(text)
+    except TkvError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
