@@ -1,94 +1,38 @@
-"""Build the very launches that the ops make, for any architecture, on a machine without a GPU.
+"""Compile the very launches that the ops make, for any architecture, on a machine without a GPU, and read what came out.
 
-A :class:`Case` names an op and a shape; its tensors are made on the meta device, the op's own plan turns them into launches, and each is
-compiled with the types, alignments and constants that Triton would see at run time.
+A launch is compiled with the types, alignments and constants that Triton would see at run time; see `tkv.tune.cases`.
 """
 
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import get_context
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-from tkv.cache import KVCache
 from tkv.errors import UnsupportedError
-from tkv.formats import parse_pair
-from tkv.levels import SharedLevel
-from tkv.ops.attention import Options
-from tkv.ops.cascade import plan_cascade
-from tkv.ops.compact import plan_compact
-from tkv.ops.copy import plan_copy
-from tkv.ops.decode import plan_decode
-from tkv.ops.gather import plan_gather
+from tkv.kernels.args import Attend
 from tkv.ops.launch import Launch
-from tkv.ops.merge import plan_merge
-from tkv.ops.prefill import plan_prefill
-from tkv.ops.quantize import plan_quantize
-from tkv.ops.rotate import plan_rotate
-from tkv.ops.scores import plan_scores
-from tkv.ops.write import plan_write
-from tkv.rope import Rope
 from tkv.tune import machine_code
 from tkv.tune.arch import arch as arch_facts
+from tkv.tune.cases import ATTENTION, OP_KINDS, OPS, Case, config_override, launch_of
+from tkv.tune.configs import AttentionConfig
 
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-# A batch and a table like an engine's; sizes that reach the kernel as run-time values only.
-NUM_SEQS, MAX_PAGES, NUM_KV_HEADS = 8, 512, 8
-ATTENTION = ("decode", "prefill", "prefill_cached", "level", "scores")
-OPS = (*ATTENTION, "merge", "depth", "write", "copy", "gather", "quantize", "channels", "compact", "rotate")
+if TYPE_CHECKING:
+    from tkv.tune.store import Store
 
+__all__ = ["ATTENTION", "OPS", "OP_KINDS", "Case", "Report", "compile_all", "compile_launch", "launch_of", "report"]
 
-@dataclass(frozen=True)
-class Case:
-    """A kernel and what it is compiled for.
-
-    Args:
-        op: one of `OPS`. ``"prefill"`` has new keys and values beside the cache, ``"prefill_cached"`` has them in it; ``"level"`` is one
-            of a cascade; ``"depth"`` is what a tree mask needs; ``"channels"`` is what `quantize_pages` does to the keys of a
-            ``page_channel`` format, and ``"quantize"`` the rest.
-        dtype: of q, k, v, the states, or the source of pages: ``"fp32"``, ``"fp16"`` or ``"bf16"``.
-        format: of the cache, or of K and of V with a ``+`` between.
-        head_dim, group, q_len, page_size: the shape.
-        v_head_dim: of V if it differs. shared: V is a view of K's first dims.
-        window, softcap, alibi, tree, rope, pinned: options that the kernel is compiled for.
-
-    Example:
-        >>> Case("decode", dtype="fp16", format="int8/token_head", head_dim=64).name
-        'decode fp16 int8/token_head d64 g8 q1 p16'
-    """
-
-    op: str
-    dtype: str = "bf16"
-    format: str = "bf16"
-    head_dim: int = 128
-    group: int = 8
-    q_len: int = 1
-    page_size: int = 16
-    window: bool = False
-    softcap: bool = False
-    alibi: bool = False
-    tree: bool = False
-    v_head_dim: int | None = None
-    shared: bool = False
-    rope: bool = False
-    pinned: bool = False
-
-    @property
-    def name(self) -> str:
-        """A short name for tables."""
-        flags = "".join(f" {flag}" for flag in ("window", "softcap", "alibi", "tree", "shared", "rope", "pinned") if getattr(self, flag))
-        if self.op == "depth":
-            return "depth"
-        kind = "" if self.op == "merge" else f" {self.format}"
-        shape = f" g{self.group} q{self.q_len} p{self.page_size}" if self.op in ATTENTION else ""
-        v_dim = f"/{self.v_head_dim}" if self.v_head_dim else ""
-        return f"{self.op} {self.dtype}{kind} d{self.head_dim}{v_dim}{shape}{flags}"
+# Not kept in a store: another process, or an interrupt, may have been the reason.
+DIED = "the compiler's process died"
+Job: TypeAlias = "tuple[Case, str] | tuple[Case, str, AttentionConfig | None]"
 
 
 @dataclass(frozen=True)
@@ -99,9 +43,10 @@ class Report:
         case, arch, triton: what was compiled, for what, by which Triton.
         registers, spills: a thread's, see :class:`tkv.tune.machine_code.Usage`.
         shared: bytes of shared memory of a program.
-        fits: shared memory is within the architecture's limit.
-        loop: instructions of the main loop, by name; empty without matrix instructions.
-        loop_matrix: matrix instructions in it.
+        config: of an attention function's kernel, as it was launched; None for other kernels.
+        num_warps, num_stages: of the launch.
+        loop: instructions of the main loop, by name, a warp's for one tile of keys; empty without matrix instructions.
+        loop_shared_bytes, loop_global_bytes: what they move for a warp from and to shared and global memory.
         code: the names of all instructions of the kernel, in their order.
         tf32: the code multiplies in TF32.
         error: the compiler's message if it failed.
@@ -113,111 +58,33 @@ class Report:
     registers: int = 0
     spills: int = 0
     shared: int = 0
-    fits: bool = False
+    config: AttentionConfig | None = None
+    num_warps: int = 0
+    num_stages: int = 0
     loop: dict[str, int] | None = None
-    loop_matrix: int = 0
+    loop_shared_bytes: int = 0
+    loop_global_bytes: int = 0
     code: tuple[str, ...] = ()
     tf32: bool = False
     error: str = ""
 
+    @property
+    def fits(self) -> bool:
+        """It compiled, and its shared memory is within the architecture's limit."""
+        return not self.error and self.shared <= arch_facts(self.arch).shared_per_block
 
-def launch_of(case: Case, arch: str, **overrides: Any) -> Launch:
-    """The launch that an op would make for a case on an architecture.
+    @property
+    def loop_matrix(self) -> int:
+        """Matrix instructions in the main loop."""
+        return self.classes["matrix"]
 
-    Args:
-        case: the op and its shape.
-        arch: a name of ``tkv.tune.arch.ARCHS``.
-        overrides: keyword arguments for the op's plan, such as ``config=``.
-
-    Returns:
-        A launch with meta tensors.
-
-    Raises:
-        UnsupportedError: no such op or architecture.
-
-    Example:
-        >>> launch_of(Case("merge"), "sm90").grid
-        (64,)
-    """
-    if case.op not in OPS:
-        raise UnsupportedError(f"op: expected {', '.join(OPS[:-1])} or {OPS[-1]}, got {case.op!r}")
-    empty = partial(torch.empty, dtype=DTYPES[case.dtype], device="meta")
-    counts = partial(torch.empty, dtype=torch.int32, device="meta")
-    num_q_heads = NUM_KV_HEADS * case.group
-    if case.op == "merge":
-        outs, lses = empty(4, num_q_heads, case.head_dim), empty(4, num_q_heads, dtype=torch.float32)
-        return plan_merge(outs, lses, outs[0], lses[0], arch)
-    cache = _cache_of(case)
-    v_dim = cache.v_head_dim
-    if case.op == "copy":
-        return plan_copy(cache, cache, counts(NUM_SEQS), counts(NUM_SEQS))
-    if case.op == "write":
-        new_k, new_v = empty(NUM_SEQS, NUM_KV_HEADS, case.head_dim), empty(NUM_SEQS, NUM_KV_HEADS, v_dim)
-        rope, positions = (_rope_of(case), counts(NUM_SEQS)) if case.rope else (None, None)
-        return plan_write(
-            new_k, new_v, cache, torch.empty(NUM_SEQS, dtype=torch.int64, device="meta"), arch, rope=rope, positions=positions
-        )
-    if case.op == "compact":
-        scores = empty(cache.num_pages, case.page_size, NUM_KV_HEADS, dtype=torch.float32)
-        return plan_compact(cache, counts(NUM_SEQS, MAX_PAGES), counts(NUM_SEQS, NUM_KV_HEADS, 256), counts(NUM_SEQS), scores)[0]
-    if case.op == "rotate":
-        places = counts(NUM_SEQS, 256)
-        return plan_rotate(cache, counts(NUM_SEQS, MAX_PAGES), counts(NUM_SEQS), places, places, _rope_of(case), arch)
-    if case.op in ("quantize", "channels"):
-        source = KVCache.empty(4096, case.page_size, NUM_KV_HEADS, case.head_dim, case.dtype, device="meta", v_head_dim=v_dim)
-        return plan_quantize(source, cache, counts(NUM_SEQS), counts(NUM_SEQS), arch)[case.op == "channels"]
-    if case.op == "gather":
-        k, v = empty(NUM_SEQS * 1000, NUM_KV_HEADS, case.head_dim), empty(NUM_SEQS * 1000, NUM_KV_HEADS, v_dim)
-        positions, lens = counts(NUM_SEQS * 1000), counts(NUM_SEQS + 1)
-        rope = _rope_of(case) if case.rope else None
-        pages = counts(NUM_SEQS, MAX_PAGES)
-        return plan_gather(cache, pages, lens[1:], (k, v), (None, None), positions, lens, arch, window=996, sinks=4, rope=rope)
-
-    options = Options(
-        scale=0.1,
-        window=1000 if case.window else None,
-        sinks=4 if case.window else 0,
-        softcap=50.0 if case.softcap else None,
-        alibi_slopes=empty(num_q_heads, dtype=torch.float32) if case.alibi else None,
-        pinned=case.page_size if case.pinned else 0,
-        rope=_rope_of(case) if case.rope else None,
-        mask=torch.empty(NUM_SEQS, case.q_len, case.q_len, dtype=torch.bool, device="meta") if case.tree or case.op == "depth" else None,
-    )
-    table, lengths, cu_seqlens = counts(NUM_SEQS, MAX_PAGES), counts(NUM_SEQS), counts(NUM_SEQS + 1)
-    if case.op.startswith("prefill"):
-        total = NUM_SEQS * case.q_len
-        q, out = empty(total, num_q_heads, case.head_dim), empty(total, num_q_heads, v_dim)
-        new = empty(total, NUM_KV_HEADS, case.head_dim), empty(total, NUM_KV_HEADS, v_dim)
-        kv, lse = new if case.op == "prefill" else None, empty(total, num_q_heads, dtype=torch.float32)
-        launches = plan_prefill(q, kv, cache, table, lengths, cu_seqlens, out, lse, arch, False, options, max_q_len=case.q_len, **overrides)
-    else:
-        q = empty(NUM_SEQS, case.q_len, num_q_heads, case.head_dim)
-        out, lse = empty(*q.shape[:-1], v_dim), empty(q.shape[:-1], dtype=torch.float32)
-        if case.op == "scores":
-            scores = empty(cache.num_pages, case.page_size, NUM_KV_HEADS, dtype=torch.float32)
-            launches = plan_scores(q, cache, table, lengths, lse, scores, arch, False, options, **overrides)
-        elif case.op == "level":
-            levels = [SharedLevel(table[:1], lengths[:1], lengths[:1], cu_seqlens[:2], lengths, NUM_SEQS, MAX_PAGES * case.page_size)]
-            launches = plan_cascade(q, cache, levels, table, lengths, out, lse, arch, False, options, **overrides)
-        else:
-            launches = plan_decode(q, cache, table, lengths, out, lse, arch, False, options, **overrides)
-    return launches[1 if case.tree else 0]
-
-
-def _rope_of(case: Case) -> Rope:
-    """Tables for a case, on the meta device."""
-    tables = torch.empty(2, 2048, case.head_dim // 2, device="meta")
-    return Rope(tables[0], tables[1])
-
-
-def _cache_of(case: Case) -> KVCache:
-    """The cache of a case, on the meta device."""
-    formats = parse_pair(case.format.split("+") if "+" in case.format else case.format)
-    cache = KVCache.empty(
-        4096, case.page_size, NUM_KV_HEADS, case.head_dim, formats, device="meta", v_head_dim=case.v_head_dim,
-        k_scale=1.0 if formats[0].is_static else None, v_scale=1.0 if formats[1].is_static else None,
-    )  # fmt: skip
-    return KVCache(cache.k, cache.k[..., : cache.v_head_dim], cache.k_scale, format=formats) if case.shared else cache
+    @property
+    def classes(self) -> Counter[str]:
+        """Instructions of the main loop, by `tkv.tune.machine_code.class_of`."""
+        found: Counter[str] = Counter()
+        for name, count in (self.loop or {}).items():
+            found[machine_code.class_of(name)] += count
+        return found
 
 
 def compile_launch(launch: Launch, arch: str) -> Any:
@@ -286,24 +153,32 @@ _TRITON_TYPES = {
 }
 
 
-def report(case: Case, arch: str, **overrides: Any) -> Report:
+def report(case: Case, arch: str, config: AttentionConfig | None = None) -> Report:
     """Compile a case for an architecture and read what came out.
 
     Args:
-        case, arch, overrides: as for `launch_of`.
+        case: the op and its shape.
+        arch: a name of ``tkv.tune.arch.ARCHS``.
+        config: of the case's kernel; the one that the op would take if None.
 
     Returns:
         A :class:`Report`; a failure of the compiler is in its ``error``.
+
+    Raises:
+        UnsupportedError: no such op or architecture, a config for a kernel without tunables, or the interpreter is on.
     """
     import triton
 
+    launch = launch_of(case, arch, **config_override(case, config))
+    known = partial(
+        Report, case, arch, triton.__version__, config=config_of(launch, config), num_warps=launch.num_warps, num_stages=launch.num_stages
+    )
     try:
-        kernel = compile_launch(launch_of(case, arch, **overrides), arch)
-    except (UnsupportedError, RuntimeError, triton.TritonError) as error:
-        if isinstance(error, UnsupportedError):
-            raise
-        return Report(case, arch, triton.__version__, error=_reason(error))
-    if arch_facts(arch).backend == "cuda":
+        kernel = compile_launch(launch, arch)
+    except (RuntimeError, triton.TritonError) as error:
+        return known(error=_reason(error))
+    facts = arch_facts(arch)
+    if facts.backend == "cuda":
         usage = machine_code.nvidia_usage(kernel.asm["cubin"])
         instructions = machine_code.nvidia_instructions(kernel.asm["cubin"])
         tf32 = ".tf32" in kernel.asm["ptx"]
@@ -311,20 +186,36 @@ def report(case: Case, arch: str, **overrides: Any) -> Report:
         usage = machine_code.amd_usage(kernel.asm["amdgcn"])
         instructions = machine_code.parse_gcn(kernel.asm["amdgcn"])
         tf32 = "xf32" in kernel.asm["amdgcn"]
-    loop = machine_code.mix(machine_code.main_loop(instructions))
-    return Report(
-        case=case,
-        arch=arch,
-        triton=triton.__version__,
+    loop = machine_code.main_loop(instructions)
+    return known(
         registers=usage.registers,
         spills=usage.spills,
         shared=kernel.metadata.shared,
-        fits=kernel.metadata.shared <= arch_facts(arch).shared_per_block,
-        loop=dict(loop),
+        loop=dict(machine_code.mix(loop)),
+        loop_shared_bytes=facts.warp_size * machine_code.bytes_moved(loop, "shared"),
+        loop_global_bytes=facts.warp_size * machine_code.bytes_moved(loop, "global"),
         code=tuple(instruction.name for instruction in instructions),
-        loop_matrix=sum(count for name, count in loop.items() if machine_code.MATRIX.match(name)),
         tf32=tf32,
     )
+
+
+def config_of(launch: Launch, wanted: AttentionConfig | None = None) -> AttentionConfig | None:
+    """The config that an attention function's launch came from; None of other launches.
+
+    Args:
+        launch: from `launch_of`, or from an op's plan.
+        wanted: the config it was made with, whose ``split_len`` a launch does not show.
+
+    Example:
+        >>> config_of(launch_of(Case("decode", head_dim=64), "sm90")).block_n
+        128
+    """
+    attend = next((arg for arg in launch.args if isinstance(arg, Attend)), None)
+    if attend is None:
+        return None
+    block_m = next(value for name, value in zip(launch.kernel.arg_names, launch.args, strict=True) if name == "BLOCK_M")
+    split_len = None if wanted is None else wanted.split_len
+    return AttentionConfig(block_m, attend.BLOCK_N, launch.num_warps, launch.num_stages, split_len, launch.max_registers)
 
 
 def _reason(error: BaseException) -> str:
@@ -335,29 +226,72 @@ def _reason(error: BaseException) -> str:
 
 
 def compile_all(
-    jobs: Iterable[tuple[Case, str]], workers: int | None = None, progress: Callable[[Report], None] | None = None
+    jobs: Iterable[Job], workers: int | None = None, progress: Callable[[Report], None] | None = None, store: Store | None = None
 ) -> Iterator[Report]:
     """Reports of many cases, compiled in worker processes with the interpreter off.
 
     Args:
-        jobs: pairs of a case and an architecture.
+        jobs: a case and an architecture each, and where wanted a config of the case's kernel instead of the op's own.
         workers: processes; one a core if None.
         progress: called with every report as it comes.
+        store: where reports are looked up first and kept, so that an interrupted run goes on where it was.
 
     Yields:
-        Reports in the order of the jobs.
+        Reports in the order of the jobs. A job that the compiler's process does not survive gives a report with an ``error``.
+
+    Raises:
+        UnsupportedError: as `report`.
     """
-    with ProcessPoolExecutor(workers or os.cpu_count(), mp_context=get_context("spawn"), initializer=_compiler_process) as pool:
-        for done in pool.map(_report_job, jobs):
+    pool: ProcessPoolExecutor | None = None
+    started: list[tuple[Job, str, Report | Future[Report]]] = []
+    try:
+        for job in jobs:
+            key = "" if store is None else store.key(*job)
+            found: Report | Future[Report] | None = None if store is None else store.get(key)
+            if found is None:
+                pool = pool or _pool(workers or os.cpu_count() or 1)
+                found = _submit(pool, job)
+            started.append((job, key, found))
+        for job, key, result in started:
+            done = result if isinstance(result, Report) else _result(result, job)
+            if store is not None and not isinstance(result, Report) and done.error != DIED:
+                store.put(key, done)
             if progress is not None:
                 progress(done)
             yield done
+    finally:
+        if pool is not None:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _pool(workers: int) -> ProcessPoolExecutor:
+    return ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_compiler_process)
+
+
+def _submit(pool: ProcessPoolExecutor, job: Job) -> Future[Report]:
+    try:
+        return pool.submit(report, *job)
+    except BrokenProcessPool as error:
+        broken: Future[Report] = Future()
+        broken.set_exception(error)
+        return broken
+
+
+def _result(future: Future[Report], job: Job) -> Report:
+    """What came of a job; one whose process died is tried once more in its own, for the fault may be another job's."""
+    try:
+        return future.result()
+    except BrokenProcessPool:
+        pass
+    try:
+        with _pool(1) as pool:
+            return pool.submit(report, *job).result()
+    except BrokenProcessPool:
+        import triton
+
+        return Report(job[0], job[1], triton.__version__, error=DIED)
 
 
 def _compiler_process() -> None:
     os.environ.pop("TRITON_INTERPRET", None)
     os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
-
-
-def _report_job(job: tuple[Case, str]) -> Report:
-    return report(*job)
