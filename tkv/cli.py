@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 import torch
 
 import tkv
-from tkv.commands import CommandError, Parser, demo, doctor, size
+from tkv.commands import CommandError, Parser, demo, doctor, inspect, size, tables
 from tkv.demo import DemoError
 from tkv.errors import TkvError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-COMMANDS = (demo, size, doctor)
+COMMANDS = (demo, size, doctor, inspect, tables)
 INTERRUPTED = 130  # what a shell reports for a command that Ctrl-C ended
 
 

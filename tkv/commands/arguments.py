@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 from tkv.errors import TkvError
 
 if TYPE_CHECKING:
+    from tkv.tune.arch import Part
     from tkv.tune.shapes import Model
 
 Value = TypeVar("Value")
@@ -67,6 +68,23 @@ def model(text: str) -> Model:
     from tkv.tune.shapes import model_of
 
     return _checked(model_of, text)
+
+
+def part(text: str) -> Part:
+    """A GPU of ``autotune_configs/gpus.json``, by its name in any case, or a beginning that no other has.
+
+    Example:
+        >>> part("h200").name
+        'H200 SXM'
+    """
+    from tkv.tune.arch import parts
+
+    named = [part for part in parts() if part.name.lower() == text.lower()]
+    found = named or [part for part in parts() if part.name.lower().startswith(text.lower())]
+    if len(found) != 1:
+        names = ", ".join(part.name for part in found or parts())
+        raise argparse.ArgumentTypeError(f"{'several match' if found else 'unknown part'} {text!r}: {names}")
+    return found[0]
 
 
 def formats(text: str) -> str:

@@ -1,0 +1,193 @@
+"""``tkv inspect``: what a kernel takes of an architecture, and what its loop executes, read from machine code without a GPU."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
+
+from tkv.commands import Commands
+from tkv.commands.arguments import arch, part, positive
+from tkv.commands.cases import INSPECTED_OPS, add_call, case_of, config_text, config_with, key_of, overrides
+from tkv.commands.output import print_json, print_table, progress
+from tkv.errors import TkvError, UnsupportedError
+from tkv.tune.configs import AttentionConfig
+from tkv.tune.keys import OP_KINDS
+
+if TYPE_CHECKING:
+    from tkv.tune.cases import Case
+    from tkv.tune.compile import Report
+
+
+def add(commands: Commands) -> None:
+    """Add the parser."""
+    inspect = commands.add_parser(
+        "inspect",
+        help="a kernel's registers, spills, shared memory and the instructions of its loop, for any architecture",
+        description="Compiles the kernel of a call, on a CPU, for one architecture or all, and reads the machine code. "
+        "The exit status is 1 if a kernel does not compile, spills, or does not fit.",
+        epilog="example: tkv inspect paged_decode --arch sm90 --format fp8_e4m3/tensor --config block_n=64,num_warps=8",
+    )
+    inspect.add_argument("op", choices=INSPECTED_OPS, metavar="OP", help=", ".join(INSPECTED_OPS))
+    where = inspect.add_mutually_exclusive_group()
+    where.add_argument("--arch", type=arch, action="append", help="may be repeated (default: that of this machine's GPU)")
+    where.add_argument("--all-arch", action="store_true", help="one table for all architectures")
+    inspect.add_argument("--part", type=part, help="the GPU whose rates say what bounds the loop (default: the first of the architecture)")
+    inspect.add_argument(
+        "--config", type=overrides, default={}, metavar="NAME=VALUE,...", help="tunables that differ from what the function would take"
+    )
+    add_call(inspect)
+    inspect.add_argument("--workers", type=positive, help="compiling processes (default: one a core)")
+    inspect.add_argument("--json", action="store_true", help="for machines")
+    inspect.set_defaults(run=lambda args: _run(args, inspect))
+
+
+def _run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    archs = _archs(args, parser)
+    try:
+        case = case_of(args.op, args)
+        jobs = [(case, name, _config(args, case, name)) for name in archs]
+    except TkvError as error:
+        parser.error(str(error))
+    from tkv.tune.compile import compile_all
+    from tkv.tune.store import Store
+
+    with progress("compiling", len(jobs)) as step:
+        reports = list(compile_all(jobs, args.workers, lambda done: step(done.arch), Store()))
+    found = [_numbers(report, args) for report in reports]
+    if args.json:
+        print_json(found if len(found) > 1 else found[0])
+    else:
+        print(f"{args.op}: {case.name}, Triton {reports[0].triton}\n")
+        if len(found) > 1:
+            print_table([_row(numbers, args.op) for numbers in found])
+        else:
+            _print_one(found[0], args.op)
+    return 1 if any(numbers["problems"] for numbers in found) else 0
+
+
+def _archs(args: argparse.Namespace, parser: argparse.ArgumentParser) -> list[str]:
+    from tkv.tune.arch import ARCHS, arch_of_device
+
+    named = list(ARCHS) if args.all_arch else list(dict.fromkeys(args.arch or ()))
+    if args.part:
+        if named and named != [args.part.arch]:
+            parser.error(f"argument --part: {args.part.name} is {args.part.arch}; leave --arch out")
+        return [args.part.arch]
+    if named:
+        return named
+    try:
+        return [arch_of_device().name]
+    except TkvError:
+        parser.error("this machine has no GPU that tkv knows: give --arch, such as --arch sm90, or --all-arch")
+
+
+def _config(args: argparse.Namespace, case: Case, arch: str) -> AttentionConfig | None:
+    """The config to compile with: that of the arguments, or None for the one that the function would take."""
+    from tkv.tune.cases import launch_of
+    from tkv.tune.compile import config_of
+
+    launch = launch_of(case, arch)
+    if not args.config:
+        return None
+    base = config_of(launch)
+    if base is None or args.op not in OP_KINDS:
+        raise UnsupportedError(f"config: {args.op} has no tunables")
+    return config_with(base, args.config, args.op)
+
+
+def _numbers(report: Report, args: argparse.Namespace) -> dict[str, Any]:
+    """What there is to say about a report, for JSON."""
+    from tkv.tune.arch import arch as facts_of
+    from tkv.tune.limits import ctas_per_sm, report_problems
+
+    facts = facts_of(report.arch)
+    tile, per = _tile(report, args.op)
+    numbers: dict[str, Any] = {
+        "op": args.op,
+        "arch": report.arch,
+        "case": asdict(report.case),
+        "triton": report.triton,
+        "config": None if report.config is None else asdict(report.config),
+        "config_from": _origin(report, args),
+        "num_warps": report.num_warps,
+        "num_stages": report.num_stages,
+        "registers": report.registers,
+        "spills": report.spills,
+        "shared": report.shared,
+        "shared_limit": facts.shared_per_block,
+        "ctas_per_sm": ctas_per_sm(facts, report.registers, report.shared, report.num_warps),
+        "instructions": len(report.code),
+        "loop": None,
+        "problems": report_problems(report),
+    }
+    if tile and report.loop:
+        classes = {name: count * report.num_warps / tile for name, count in report.classes.most_common()}
+        numbers["loop"] = {"per": per, "warp_instructions": sum(classes.values()), "classes": classes, "names": report.loop}
+    return numbers
+
+
+def _tile(report: Report, op: str) -> tuple[int, str]:
+    """What a pass of a program's loop covers, and its unit; 0 of kernels without tiles of keys."""
+    if report.config is None:
+        return 0, ""
+    if op == "paged_decode":
+        return report.config.block_n, "token"
+    return report.config.block_m * report.config.block_n, "row and key"
+
+
+def _origin(report: Report, args: argparse.Namespace) -> str | None:
+    """Where the config came from."""
+    from tkv.tune.select import explain
+
+    if report.config is None:
+        return None
+    if args.config:
+        return "--config"
+    # What a launch does not show is left out.
+    launched = replace(report.config, split_len=None)
+    for row in explain(args.op, key_of(args.op, report.case), report.arch):
+        if row.config is not None and row.outcome != "rejected" and replace(row.config, split_len=None) == launched:
+            return "analytic default" if row.source == "default" else f"{row.source} ({row.origin})"
+    return "analytic default"
+
+
+def _row(numbers: dict[str, Any], op: str) -> dict[str, object]:
+    """A line of the table over architectures."""
+    loop = numbers["loop"] or {}
+    config = numbers["config"]
+    row: dict[str, object] = {"arch": numbers["arch"]}
+    if config is not None:
+        row |= {"tile": f"{config['block_m']}x{config['block_n']}"}
+    row |= {"warps": numbers["num_warps"], "stages": numbers["num_stages"], "registers": numbers["registers"], "spills": numbers["spills"]}
+    row |= {"shared": numbers["shared"], "CTAs per SM": numbers["ctas_per_sm"]}
+    if config is not None:
+        row |= {f"warp instr. per {loop.get('per', 'token')}": loop.get("warp_instructions"), "config": numbers["config_from"]}
+    else:
+        row |= {"instructions": numbers["instructions"]}
+    return {**row, "problems": "; ".join(numbers["problems"])}
+
+
+def _print_one(numbers: dict[str, Any], op: str) -> None:
+    """All there is to say about one architecture."""
+    config = numbers["config"] and AttentionConfig(**numbers["config"])
+    ctas = numbers["ctas_per_sm"]
+    facts = {
+        "arch": numbers["arch"],
+        "config": f"{config_text(config, op)}  ({numbers['config_from']})" if config else f"num_warps={numbers['num_warps']}",
+        "registers": f"{numbers['registers']} a thread, {numbers['spills']} spilled",
+        "shared memory": f"{numbers['shared']:,} bytes a program, of {numbers['shared_limit']:,}",
+        "CTAs per SM": "unknown" if ctas is None else str(ctas),
+    }
+    for name, text in facts.items():
+        print(f"{name:15}{text}")
+    loop = numbers["loop"]
+    if loop:
+        print(f"{'loop':15}{loop['warp_instructions']:.4g} warp instructions per {loop['per']}\n")
+        total = loop["warp_instructions"]
+        print_table(
+            [{"class": name, f"per {loop['per']}": count, "share": f"{count / total:.0%}"} for name, count in loop["classes"].items()],
+            right=("share",),
+        )
+    for problem in numbers["problems"]:
+        print(f"problem: {problem}")

@@ -1,0 +1,183 @@
+"""``tkv tables``: what the tuning tables hold, and why a call gets its configuration."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tkv.commands import CommandError, Commands, Parser
+from tkv.commands.arguments import arch, positive
+from tkv.commands.cases import FLAGS, Q_LENS, add_call, case_of, config_text, config_with, key_of, overrides
+from tkv.commands.output import print_json, print_table
+from tkv.errors import TkvError
+from tkv.tune.arch import configs_dir, parts
+from tkv.tune.keys import MAX_SCORE_ROWS, OP_KINDS, programs_of
+
+if TYPE_CHECKING:
+    from tkv.tune.select import Coverage
+
+
+def add(commands: Commands) -> None:
+    """Add the parser."""
+    tables = commands.add_parser(
+        "tables",
+        help="what the tuning tables hold, and why a call gets its configuration",
+        description="Without --explain: entries of every table by architecture, function and format, how they are known, and whether they "
+        "are stale. The exit status is 1 if a table is wrong.",
+        epilog="example: tkv tables --arch sm90 --explain paged_decode format=int8/token_head group=4 page-size=64 batch=16 tokens=8192",
+    )
+    tables.add_argument("--arch", type=arch, action="append", help="may be repeated (default: all; with --explain that of the GPU)")
+    tables.add_argument("--op", choices=OP_KINDS, action="append", help="may be repeated (default: all)")
+    tables.add_argument("--dir", type=Path, metavar="FOLDER", help="tables of this folder instead of tkv's own")
+    tables.add_argument(
+        "--explain", nargs="+", metavar=("OP", "SHAPE"),
+        help="where the call's configuration comes from. SHAPE: a model's name, and name=value for what differs from the defaults; "
+        "--explain OP help lists them",
+    )  # fmt: skip
+    tables.add_argument("--json", action="store_true", help="for machines")
+    tables.set_defaults(run=lambda args: _explain(args, tables) if args.explain else _coverage(args))
+
+
+def _coverage(args: argparse.Namespace) -> int:
+    from tkv.tune.select import coverage
+
+    if args.dir is not None and not args.dir.is_dir():
+        raise CommandError(f"--dir: no folder {args.dir}")
+    rows = [row for row in coverage(args.dir) if (not args.arch or row.arch in args.arch) and (not args.op or row.op in args.op)]
+    wrong = [row.problem for row in rows if _is_wrong(row)]
+    if args.json:
+        print_json([asdict(row) for row in rows])
+    else:
+        print_table(
+            [
+                {
+                    "arch": row.arch,
+                    "op": row.op,
+                    "format": row.format,
+                    "entries": row.entries or None,
+                    "measured": row.measured or None,
+                    "modelled": row.modelled or None,
+                    "Triton": ", ".join(row.triton),
+                    "state": "wrong, see below" if _is_wrong(row) else row.problem or row.stale or "holds",
+                }
+                for row in rows
+            ]
+        )
+        sys.stdout.flush()
+    for line in wrong:
+        print(f"tkv: {line}", file=sys.stderr)
+    return 1 if wrong else 0
+
+
+def _is_wrong(row: Coverage) -> bool:
+    """The table is there, but cannot be used."""
+    return bool(row.problem) and not row.problem.startswith("no table")
+
+
+def _explain(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    from tkv.ops.attention import default_config
+    from tkv.tune.arch import arch_of_device
+    from tkv.tune.select import explain
+
+    if args.op or (args.arch and len(args.arch) > 1):
+        parser.error("argument --explain: it is about one function, which it names, and one --arch")
+    op, *words = args.explain
+    if op not in OP_KINDS:
+        parser.error(f"argument --explain: expected one of {', '.join(OP_KINDS)}, got {op!r}")
+    call = _call(op, words)
+    try:
+        arch = args.arch[0] if args.arch else arch_of_device().name
+    except TkvError:
+        parser.error("this machine has no GPU that tkv knows: give --arch, such as --arch sm90")
+    try:
+        key = key_of(op, case_of(op, call))
+        work, keys = _size(op, call, arch)
+        config = config_with(default_config(op, arch, key), call.config, op) if call.config else None
+        candidates = explain(op, key, arch, work=work, keys=keys, config=config)
+    except TkvError as error:
+        parser.error(f"argument --explain: {error}")
+    chosen = next(row for row in candidates if row.outcome == "chosen")
+    if args.json:
+        bucket = {"work": None if work == math.inf else work, "keys": None if keys == math.inf else keys}
+        rows = [asdict(row) for row in candidates]
+        print_json({"op": op, "arch": arch, "key": key._asdict(), **bucket, "config": asdict(chosen)["config"], "sources": rows})
+        return 0
+    print(f"{op} on {arch}: {key.name}, {_size_text(work, keys)}\n")
+    print_table(
+        [
+            {
+                "source": _short(row.source),
+                "outcome": row.outcome,
+                "config": config_text(row.config, op),
+                "how known": row.origin + ("" if row.us is None else f", {row.us:g} us"),
+                "why": "; ".join(text for text in (row.reason, row.stale and f"stale: {row.stale}") if text),
+            }
+            for row in candidates
+        ]
+    )
+    return 0
+
+
+def _call(op: str, words: Sequence[str]) -> argparse.Namespace:
+    """The call that the words after --explain describe."""
+    from tkv.tune.shapes import MODELS
+
+    parser = Parser(prog=f"tkv tables --explain {op}", usage=f"tkv tables --explain {op} [MODEL] [NAME=VALUE ...], without the dashes")
+    add_call(parser)
+    parser.add_argument("--config", type=overrides, default={}, help="the call's own, as in config=block_n=64,num_warps=8")
+    parser.set_defaults(window_keys=None)
+    size = parser.add_argument_group("its size")
+    size.add_argument("--batch", type=positive, help="sequences (default: so many that the last bucket holds them)")
+    size.add_argument("--tokens", type=positive, help="keys of the longest sequence (default: as for --batch)")
+    size.add_argument("--kv-heads", type=positive, default=8, help="KV heads (default: %(default)s)")
+    size.add_argument("--sms", type=positive, help="of the GPU (default: those of the first part of the architecture that is known)")
+    shape = MODELS.get(words[0]) if words else None
+    if shape is not None:
+        words = words[1:]
+        parser.set_defaults(
+            head_dim=shape.head_dim, v_head_dim=shape.v_head_dim, shared=shape.shares_v, softcap=shape.softcap is not None,
+            group=shape.num_q_heads // shape.num_kv_heads, kv_heads=shape.num_kv_heads, window=shape.windows == (shape.window,),
+            window_keys=shape.window,
+        )  # fmt: skip
+    elif words and words[0] != "help" and "=" not in words[0] and words[0].replace("_", "-") not in (*FLAGS, "shared"):
+        parser.error(f"expected a model ({', '.join(MODELS)}) or NAME=VALUE, got {words[0]!r}")
+    return parser.parse_args([_flag(word) for word in words])
+
+
+def _flag(word: str) -> str:
+    """``head_dim=64`` as argparse takes it."""
+    name, equals, value = word.lstrip("-").partition("=")
+    return f"--{name.replace('_', '-')}{equals}{value}"
+
+
+def _size(op: str, call: argparse.Namespace, arch: str) -> tuple[float, float]:
+    """Work per SM and keys of a call, by which a bucket is found; infinite, which is the last bucket, where they are not given."""
+    q_len = call.q_len or Q_LENS.get(op, 1)
+    keys = call.tokens or math.inf
+    if call.window and call.window_keys and op in ("paged_decode", "prefix_prefill"):
+        keys = min(keys, call.window_keys + q_len - 1)
+    if call.batch is None:
+        return math.inf, keys
+    rows, total = call.group * q_len, call.batch * call.group * q_len
+    if op == "shared_prefix_decode":
+        rows = total
+    elif op == "key_scores":
+        rows = call.group * min(q_len, MAX_SCORE_ROWS)
+    sms = call.sms or next((part.sms for part in parts() if part.arch == arch), 132)
+    return programs_of(op, call.batch, call.kv_heads, rows, total) / sms, keys
+
+
+def _size_text(work: float, keys: float) -> str:
+    work_text = "any batch" if work == math.inf else f"{work:.3g} programs an SM"
+    return f"{work_text}, {'any length' if keys == math.inf else f'{keys:,} keys'}"
+
+
+def _short(source: str) -> str:
+    """A table's file without the folder that all share."""
+    path = Path(source)
+    return str(Path(*path.parts[-2:])) if path.suffix == ".json" and path.is_relative_to(configs_dir()) else source
