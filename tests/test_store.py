@@ -16,7 +16,8 @@ from tkv.tune.store import Store, cache_dir
 CONFIG = AttentionConfig(16, 64, 4, 2, split_len=512, max_registers=255)
 REPORT = Report(
     Case("decode", head_dim=64, v_head_dim=32, window=True), "sm90", "3.7.1", registers=101, spills=8, shared=70000, config=CONFIG,
-    num_warps=4, num_stages=2, loop={"HMMA": 64, "LDSM": 3}, loop_shared_bytes=96, loop_global_bytes=32, code=("LDG", "HMMA", "EXIT"), tf32=True,
+    num_warps=4, num_stages=2, loop={"HMMA": 64, "LDSM": 3}, loop_shared_bytes=96, loop_global_bytes=32,
+    code=("LDG", "HMMA", "EXIT"), tf32=True,
 )  # fmt: skip
 
 

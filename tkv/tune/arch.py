@@ -184,6 +184,25 @@ def parts() -> tuple[Part, ...]:
     return tuple(Part(**entry) for entry in _facts()["parts"])
 
 
+def reference_part(name: str) -> Part | None:
+    """The part that stands for an architecture in models: the first listed one, else that of its family; None if neither is listed.
+
+    Args:
+        name: one of :data:`ARCHS`.
+
+    Returns:
+        A :class:`Part`, whose ``arch`` may be one of the family.
+
+    Raises:
+        UnsupportedError: tkv has no facts about this architecture.
+
+    >>> reference_part("sm90").name, reference_part("sm103").name, reference_part("gfx1100")
+    ('H100 SXM', 'B200', None)
+    """
+    of_arch = {part.arch: part for part in reversed(parts())}
+    return next((of_arch[one] for one in (name, *arch(name).family) if one in of_arch), None)
+
+
 def arch_of_device(device: int | str | torch.device | None = None) -> Arch:
     """The architecture of a GPU of this machine.
 

@@ -122,10 +122,13 @@ def parse_sass(text: str) -> list[Instruction]:
 
 
 def _sass_size(name: str, modifiers: list[str]) -> int:
-    """Bytes that a load or store moves for a thread; those of tensor memory and bulk copies have none."""
+    """Bytes that a load or store moves for a thread; those of tensor memory and bulk copies have none.
+
+    A shuffle goes the way of shared memory.
+    """
     if name in ("LDSM", "STSM"):
         return 4 * next((int(text) for text in modifiers if text in ("2", "4")), 1)
-    if name not in ("LDG", "LDGSTS", "LDS", "STS", "STG", "LDL", "STL"):
+    if name not in ("LDG", "LDGSTS", "LDS", "STS", "STG", "LDL", "STL", "SHFL"):
         return 0
     sizes = {"128": 16, "64": 8, "U16": 2, "S16": 2, "U8": 1, "S8": 1}
     return next((sizes[text] for text in modifiers if text in sizes), 4)
@@ -154,7 +157,9 @@ def parse_gcn(text: str) -> list[Instruction]:
 
 
 def _gcn_size(name: str) -> int:
-    """Bytes that a load or store moves for a lane."""
+    """Bytes that a load or store moves for a lane; a shuffle goes the way of shared memory."""
+    if name.startswith(("ds_bpermute", "ds_permute", "ds_swizzle")):
+        return 4
     match = re.match(
         r"(?:ds_(?:read|write|load|store)|(?:global|buffer|flat|scratch)_(?:load|store))(?:_lds)?(2?)(?:st64|addr)?_(\w+)", name
     )
