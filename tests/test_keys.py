@@ -9,7 +9,7 @@ import tkv
 from tkv.errors import TkvError, UnsupportedError
 from tkv.ops.attention import Options
 from tkv.tune.cases import launch_of
-from tkv.tune.keys import FLAGS, OP_KINDS, Key, kernel_hash, key_case, key_of, rows_class, source_hash
+from tkv.tune.keys import FLAGS, OP_KINDS, Key, kernel_hash, key_case, key_of, key_of_shape, rows_class, size_of_shape, source_hash
 
 FIELDS = {"head_dim": 128, "v_head_dim": 64, "dtype": "fp16", "format": "int8/token_head", "rows": 32, "page": 16, "flags": ["window"]}
 
@@ -93,3 +93,25 @@ def test_a_kernel_changes_with_its_code_and_with_what_it_imports_but_not_with_it
     importing = hash_of("from tkv.kernels.tiles.other import y")
     other.write_text("y = 3\n")
     assert hash_of("from tkv.kernels.tiles.other import y") != importing
+
+
+SHAPES = [
+    ("paged_decode", 4, 1, 300, {"rows": 16}, 4 * 2, 300),
+    ("paged_decode", 4, 10, 300, {"rows": 64}, 4 * 2, 300),
+    ("paged_decode", 3, 64, 300, {"rows": 128, "flags": ("window",)}, 3 * 2 * 2, 163),
+    ("prefix_prefill", 4, 100, 5000, {"rows": 128}, 2 * 13, 5000),
+    ("prefix_prefill", 4, 5, 5000, {"rows": 32}, 2 * 3, 5000),
+    ("shared_prefix_decode", 9, 1, 5000, {"rows": 64}, 2 * 1, 5000),
+    ("shared_prefix_decode", 80, 1, 5000, {"rows": 128}, 2 * 3, 5000),
+    ("key_scores", 4, 1000, 5000, {"rows": 128}, 4 * 2 * 2, 5000),
+]
+
+
+@pytest.mark.parametrize("op, num_seqs, q_len, kv_len, key, programs, keys", SHAPES)
+def test_a_shape_has_the_key_and_the_size_of_work_of_its_calls(op, num_seqs, q_len, kv_len, key, programs, keys):
+    shape = SimpleNamespace(
+        op=op, num_seqs=num_seqs, q_len=q_len, kv_len=kv_len, num_q_heads=8, num_kv_heads=2, head_dim=64, v_head_dim=64, dtype="bf16",
+        format="int8/token_head", page_size=48, flags=key.get("flags", ()), window=100,
+    )  # fmt: skip
+    assert key_of_shape(shape) == Key(64, 64, "bf16", "int8/token_head", page=16, **{"flags": (), **key})
+    assert size_of_shape(shape, num_sms=10) == (programs / 10, keys)

@@ -11,12 +11,14 @@ import torch
 
 from tkv.cache import KVCache
 from tkv.errors import RangeError, ShapeError, UnsupportedError
+from tkv.formats import KVFormat
 from tkv.kernels.args import Attend, Lengths, Level, Limits, PagedKV, Results, RowStrides, Storage, Stored, Target, TokenStrides, Tree
 from tkv.ops.checks import FLOATS, INTEGERS, MAX_POSITION, check_int, check_number, check_pages, check_pinned, check_rope, check_tensor
-from tkv.ops.launch import FLUSHES_FP16, Launch, padded, paged_words, rope_args, storages, target_for
+from tkv.ops.launch import FLUSHES_FP16, Launch, num_sms, padded, paged_words, rope_args, storages, target_for
 from tkv.rope import Rope
-from tkv.tune import configs
+from tkv.tune import configs, select
 from tkv.tune.configs import AttentionConfig, default_decode, default_prefill, with_rope, with_tree
+from tkv.tune.keys import DTYPES, Key, facts_of, key_of
 
 MAX_GROUP = 128
 
@@ -171,7 +173,7 @@ def kernel_for(
     q_dtype: torch.dtype, cache: KVCache, options: Options, config: AttentionConfig, arch: str, interpret: bool, one_position: bool = False
 ) -> Kernel:
     """The constants of a call."""
-    k_dtype, v_dtype = compute_dtypes(q_dtype, cache, arch)
+    k_dtype, v_dtype = compute_dtypes(q_dtype, (cache.k_format, cache.v_format), arch)
     k, v = storages(cache, k_dtype, v_dtype)
     if options.rope is not None and k.ASYMMETRIC:
         # A minimum is the same for all dims only until they are rotated.
@@ -310,7 +312,7 @@ def tree_of(options: Options, q_len: int, cu_seqlens: torch.Tensor | None = None
     return Tree(mask, strides, depth, depth.stride(0)), [launch]
 
 
-def compute_dtypes(q_dtype: torch.dtype, cache: KVCache, arch: str) -> tuple[torch.dtype, torch.dtype]:
+def compute_dtypes(q_dtype: torch.dtype, kinds: tuple[KVFormat, KVFormat], arch: str) -> tuple[torch.dtype, torch.dtype]:
     """The dtypes of the operands of q @ k and of p @ v: float32 for a float32 q, q's own where numbers are native, else float16.
 
     float32 also where the matrix unit would flush subnormal float16 numbers, and the format has them.
@@ -318,22 +320,10 @@ def compute_dtypes(q_dtype: torch.dtype, cache: KVCache, arch: str) -> tuple[tor
     if q_dtype == torch.float32:
         return torch.float32, torch.float32
     dtypes = []
-    for kind in (cache.k_format, cache.v_format):
+    for kind in kinds:
         has_subnormals = kind.dtype in ("fp16", "fp8_e5m2") or kind.is_rounded
         dtypes.append(torch.float32 if arch in FLUSHES_FP16 and has_subnormals else q_dtype if kind.is_native else torch.float16)
     return dtypes[0], dtypes[1]
-
-
-def shape_of_work(q_dtype: torch.dtype, cache: KVCache, arch: str) -> tuple[int, int, int]:
-    """(the larger head_dim, bits of a stored number, bits of the dots' operands), which default configs depend on."""
-    kinds = (cache.k_format, cache.v_format)
-    bits = min(4 if kind.dtype == "int4" else 8 * kind.torch_dtype.itemsize for kind in kinds)
-    return max(cache.head_dim, cache.v_head_dim), bits, 8 * max(dtype.itemsize for dtype in compute_dtypes(q_dtype, cache, arch))
-
-
-def is_decoded(cache: KVCache) -> bool:
-    """Whether scales are brought in before the products, in registers."""
-    return cache.k_format.is_rounded or cache.v_format.is_rounded
 
 
 def check_visible(
@@ -349,25 +339,65 @@ def check_visible(
         raise RangeError(f"rope: expected tables for positions up to {int(last.max())}, got {rope.num_rows} rows")
 
 
-def with_options(config: AttentionConfig, cache: KVCache, options: Options) -> AttentionConfig:
-    """The config with smaller tiles where an option needs the registers."""
-    config = config if options.mask is None else with_tree(config)
-    return config if options.rope is None else with_rope(config, max(cache.head_dim, cache.v_head_dim))
+def default_config(op: str, arch: str, key: Key) -> AttentionConfig:
+    """The analytic default of a function for a key: `default_prefill` where rows of many tokens share keys, else `default_decode`.
+
+    Tiles are smaller where an option needs the registers.
+
+    Args:
+        op: one of ``tkv.tune.keys.OP_KINDS``.
+        arch: the architecture.
+        key: of the call.
+
+    Example:
+        >>> default_config("paged_decode", "sm90", Key(128, 128, "bf16", "bf16", rows=16, page=16)).block_n
+        128
+    """
+    kinds = key.formats
+    compute = compute_dtypes(_DTYPES[key.dtype], kinds, arch)
+    bits = min(4 if kind.dtype == "int4" else 8 * kind.torch_dtype.itemsize for kind in kinds)
+    head_dim, compute_bits = max(key.head_dim, key.v_head_dim), 8 * max(dtype.itemsize for dtype in compute)
+    plain = not {"alibi", "softcap", "tree", "window"} & set(key.flags)
+    decoded = any(kind.is_rounded for kind in kinds)
+    if op in ("prefix_prefill", "shared_prefix_decode"):
+        scaled = any(kind.is_dynamic for kind in kinds)
+        config = default_prefill(arch, head_dim, bits, compute_bits, key.rows, plain, scaled, decoded)
+    else:
+        by_page = kinds[0].scale == "page_channel"
+        config = default_decode(arch, head_dim, bits, compute_bits, key.rows, key.page, plain, "shared" in key.flags, decoded, by_page)
+    config = with_tree(config) if "tree" in key.flags else config
+    return with_rope(config, head_dim) if "rope" in key.flags else config
+
+
+_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
+
+
+def config_for(
+    op: str, q: torch.Tensor, cache: KVCache, options: Options, arch: str, rows: int, size: tuple[int, int] | None
+) -> AttentionConfig:
+    """The config of a call: a table's or the analytic default; see `tkv.tune.select`.
+
+    Args:
+        op: one of ``tkv.tune.keys.OP_KINDS``.
+        q, cache, options, arch: of the call.
+        rows: query rows x heads of a group that share their keys.
+        size: (programs, as `tkv.tune.keys.programs_of` counts them; visible keys of the longest sequence, as far as hints say). None takes
+            one config whatever they are.
+    """
+    found = select.choices(op, arch, facts_of(q.dtype, cache, options, rows), default_config)
+    if not found.sources:
+        return found.default
+    return found.pick(math.inf, math.inf) if size is None else found.pick(size[0] / num_sms(q.device), size[1])
 
 
 def decode_config(q_dtype: torch.dtype, cache: KVCache, options: Options, arch: str, rows: int) -> AttentionConfig:
-    """The default config of decoding so many rows (query rows x heads of a group) of each sequence."""
-    shape = shape_of_work(q_dtype, cache, arch)
-    by_page = cache.k_format.scale == "page_channel"
-    config = default_decode(arch, *shape, rows, cache.page_size, options.is_plain, cache.v_is_k, is_decoded(cache), by_page)
-    return with_options(config, cache, options)
+    """The analytic default of decoding so many rows (query rows x heads of a group) of each sequence."""
+    return default_config("paged_decode", arch, key_of(q_dtype, cache, options, rows))
 
 
 def prefill_config(q: torch.Tensor, cache: KVCache, options: Options, arch: str, rows: int) -> AttentionConfig:
-    """The default config where up to so many rows (query rows x heads of a group) share their keys."""
-    scaled = cache.k_format.is_dynamic or cache.v_format.is_dynamic
-    config = default_prefill(arch, *shape_of_work(q.dtype, cache, arch), rows, options.is_plain, scaled, is_decoded(cache))
-    return with_options(config, cache, options)
+    """The analytic default where up to so many rows (query rows x heads of a group) share their keys."""
+    return default_config("prefix_prefill", arch, key_of(q.dtype, cache, options, rows))
 
 
 def triton_dtype(dtype: torch.dtype) -> Any:

@@ -19,11 +19,10 @@ from tkv.ops.attention import (
     Work,
     check_table,
     check_visible,
-    decode_config,
+    config_for,
     kernel_for,
     launch_attention,
     launch_merge,
-    prefill_config,
     results_of,
     run_all,
     tree_of,
@@ -33,6 +32,7 @@ from tkv.ops.decode import check_decode, plan_decode, row_positions
 from tkv.ops.launch import Launch, arch_name, interpreting, num_sms
 from tkv.rope import Rope
 from tkv.tune.configs import MIN_KEYS_SAVED, AttentionConfig, split_plan
+from tkv.tune.keys import programs_of
 
 
 def shared_prefix_decode(
@@ -170,21 +170,24 @@ def plan_cascade(
     limit = scratch.limit // (len(levels) + 1)
 
     # Work and kernel of each level, then of the rest.
-    plans = []
+    plans, of_levels = [], replace(options, pinned=0)
     for level in levels:
-        own = level_config or prefill_config(q, cache, options, arch, level.max_group * q_len * group)
-        num_groups = level.page_table.shape[0]
-        num_tiles = level.seqs.shape[0] * q_len * group // own.block_m + num_groups
+        num_groups, rows = level.page_table.shape[0], level.max_group * q_len * group
+        total_rows = level.seqs.shape[0] * q_len * group
+        size = programs_of("shared_prefix_decode", num_groups, num_kv_heads, rows, total_rows), level.max_len
+        own = level_config or config_for("shared_prefix_decode", q, cache, of_levels, arch, rows, size)
+        num_tiles = total_rows // own.block_m + num_groups
         splits, tiles = split_plan(own, num_tiles * num_kv_heads, level.max_len, sms, part_bytes, limit)
         work = Work(
             "stacked", (num_tiles * num_kv_heads, splits), num_groups, q_len, num_tiles, num_rows=level.seqs.shape[0],
             max_splits=splits, min_tiles=tiles,
         )
-        plans.append((work, kernel_for(q.dtype, cache, replace(options, pinned=0), own, arch, interpret)))
-    config = config or decode_config(q.dtype, cache, options, arch, q_len * group)
+        plans.append((work, kernel_for(q.dtype, cache, of_levels, own, arch, interpret)))
+    keys = options.max_visible(page_table.shape[1] * cache.page_size, max_seq_len, q_len)
+    size = programs_of("paged_decode", num_seqs, num_kv_heads, q_len * group), keys
+    config = config or config_for("paged_decode", q, cache, options, arch, q_len * group, size)
     row_tiles = -(-q_len * group // config.block_m)
     num_programs = num_seqs * num_kv_heads * row_tiles
-    keys = options.max_visible(page_table.shape[1] * cache.page_size, max_seq_len, q_len)
     splits, tiles = split_plan(config, num_programs, keys, sms, part_bytes, limit)
     work = Work("uniform", (num_programs, splits), num_seqs, q_len, row_tiles, max_splits=splits, min_tiles=tiles)
     plans.append((work, kernel_for(q.dtype, cache, options, config, arch, interpret, one_position=q_len == 1 and options.mask is None)))

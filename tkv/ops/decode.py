@@ -20,7 +20,7 @@ from tkv.ops.attention import (
     check_table,
     check_visible,
     check_workspace,
-    decode_config,
+    config_for,
     kernel_for,
     launch_attention,
     launch_merge,
@@ -32,6 +32,7 @@ from tkv.ops.checks import FLOATS, INTEGERS, check_cache, check_flag, check_int,
 from tkv.ops.launch import Launch, arch_name, check_launchable, interpreting, num_sms
 from tkv.rope import Rope
 from tkv.tune.configs import AttentionConfig, deterministic_plan, split_plan
+from tkv.tune.keys import programs_of
 
 MAX_Q_LEN = 64
 
@@ -211,11 +212,15 @@ def plan_decode(
     if q.dim() == 3:
         q, out, lse = q.unsqueeze(1), out.unsqueeze(1), None if lse is None else lse.unsqueeze(1)
     num_seqs, q_len, num_q_heads, _ = q.shape
-    config = config or decode_config(q.dtype, cache, options, arch, q_len * num_q_heads // cache.num_kv_heads)
-    scratch = Scratch(workspace)
-    row_tiles = -(-q_len * num_q_heads // cache.num_kv_heads // config.block_m)
-    num_programs = num_seqs * cache.num_kv_heads * row_tiles
+    rows = q_len * num_q_heads // cache.num_kv_heads
     capacity, seq_bytes = page_table.shape[1] * cache.page_size, q_len * num_q_heads * (cache.v_head_dim + 1) * 4
+    keys = options.max_visible(capacity, max_seq_len, q_len)
+    if config is None:
+        size = programs_of("paged_decode", num_seqs, cache.num_kv_heads, rows), keys
+        config = config_for("paged_decode", q, cache, options, arch, rows, None if deterministic else size)
+    scratch = Scratch(workspace)
+    row_tiles = -(-rows // config.block_m)
+    num_programs = num_seqs * cache.num_kv_heads * row_tiles
     if deterministic:
         splits, tiles, at_once = deterministic_plan(config, options.max_visible(capacity, None, q_len), seq_bytes, scratch.limit)
         if workspace is not None and splits * seq_bytes > scratch.limit:
@@ -230,7 +235,6 @@ def plan_decode(
                 )  # fmt: skip
             return launches
     else:
-        keys = options.max_visible(capacity, max_seq_len, q_len)
         splits, tiles = split_plan(config, num_programs, keys, num_sms(q.device), num_seqs * seq_bytes, scratch.limit)
     # One rounding more or less would show, so a deterministic result always goes through the merge.
     is_split = splits > 1 or deterministic

@@ -21,10 +21,10 @@ from tkv.ops.attention import (
     check_table,
     check_visible,
     check_workspace,
+    config_for,
     kernel_for,
     launch_attention,
     launch_merge,
-    prefill_config,
     results_of,
     run_all,
     tree_of,
@@ -44,6 +44,7 @@ from tkv.ops.checks import (
 from tkv.ops.launch import FLUSHES_FP16, Launch, arch_name, check_launchable, interpreting, num_sms
 from tkv.rope import Rope
 from tkv.tune.configs import AttentionConfig, deterministic_plan, split_plan
+from tkv.tune.keys import programs_of
 
 
 def prefix_prefill(
@@ -201,10 +202,14 @@ def plan_prefill(
     group, num_kv_heads = q.shape[1] // cache.num_kv_heads, cache.num_kv_heads
     add_new = kv is None and options.q_start is None
     longest = total if max_q_len is None else min(max(max_q_len, 1), total)
-    config = config or prefill_config(q, cache, options, arch, MAX_POSITION if deterministic else longest * group)
+    capacity = page_table.shape[1] * cache.page_size + (total if kv is not None else 0)
+    if config is None:
+        most_rows = MAX_POSITION if deterministic else longest * group
+        programs = programs_of("prefix_prefill", num_seqs, num_kv_heads, most_rows, total * group)
+        size = programs, options.max_visible(capacity, max_seq_len, longest)
+        config = config_for("prefix_prefill", q, cache, options, arch, most_rows, None if deterministic else size)
     kernel = kernel_for(q.dtype, cache, options, config, arch, interpret)
     num_tiles = total * group // config.block_m + num_seqs + 1
-    capacity = page_table.shape[1] * cache.page_size + (total if kv is not None else 0)
 
     scratch, row_bytes = Scratch(workspace), q.shape[1] * (cache.v_head_dim + 1) * 4
     # In steps that keep strides a multiple of 16, so that no length compiles a kernel of its own.

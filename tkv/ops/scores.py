@@ -15,7 +15,7 @@ from tkv.ops.attention import (
     check_queries,
     check_table,
     check_visible,
-    decode_config,
+    config_for,
     kernel_for,
     row_strides,
     tree_of,
@@ -24,6 +24,7 @@ from tkv.ops.checks import FLOATS, INTEGERS, check_cache, check_flag, check_int,
 from tkv.ops.launch import Launch, arch_name, check_launchable, interpreting, num_sms, paged_words, rope_args
 from tkv.rope import Rope
 from tkv.tune.configs import AttentionConfig
+from tkv.tune.keys import MAX_SCORE_ROWS
 
 REDUCTIONS = ("sum", "mean", "max")
 
@@ -169,7 +170,8 @@ def plan_scores(
     num_seqs, num_kv_heads, group = page_table.shape[0], cache.num_kv_heads, q.shape[-2] // cache.num_kv_heads
     q_len = q.shape[1] if cu_seqlens is None else q.shape[0]
     # Of ragged rows any sequence may have many: with another tile for other batches sums would be rounded otherwise.
-    config = config or decode_config(q.dtype, cache, options, arch, group * (64 if cu_seqlens is not None else min(q_len, 64)))
+    rows = group * (MAX_SCORE_ROWS if cu_seqlens is not None else min(q_len, MAX_SCORE_ROWS))
+    config = config or config_for("key_scores", q, cache, options, arch, rows, None)
     heads = 1 << (group - 1).bit_length()
     block_m = max(config.block_m, heads)
     kernel = kernel_for(q.dtype, cache, options, config, arch, interpret)

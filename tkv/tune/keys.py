@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from tkv.errors import DTypeError, RangeError, UnsupportedError
-from tkv.formats import parse_pair
+from tkv.formats import KVFormat, parse_pair
 
 if TYPE_CHECKING:
     from tkv.cache import KVCache
     from tkv.ops.attention import Options
     from tkv.tune.cases import Case
+    from tkv.tune.model import Shape
 
 OP_KINDS = {"paged_decode": "decode", "prefix_prefill": "prefill", "shared_prefix_decode": "level", "key_scores": "scores"}
 """Public functions with tunables, and the kind of :class:`tkv.tune.cases.Case` that compiles them. Of a cascade it is its levels."""
@@ -39,6 +40,8 @@ TUNABLES = {
 
 DTYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 MIN_ROWS, MAX_ROWS = 16, 128
+# Query rows of a sequence that share a tile of key_scores.
+MAX_SCORE_ROWS = 64
 PAGES = (256, 128, 64, 32, 16, 1)
 FLAGS = ("alibi", "pinned", "rope", "shared", "softcap", "tree", "window")
 
@@ -72,6 +75,11 @@ class Key(NamedTuple):
         """A short name for tables and messages."""
         dims = f"d{self.head_dim}" if self.v_head_dim == self.head_dim else f"d{self.head_dim}/{self.v_head_dim}"
         return " ".join((dims, self.dtype, self.format, f"r{self.rows}", f"p{self.page}", *self.flags))
+
+    @property
+    def formats(self) -> tuple[KVFormat, KVFormat]:
+        """Of K and of V."""
+        return parse_pair(self.format.split("+", 1) if "+" in self.format else self.format)
 
     @classmethod
     def of(cls, fields: dict[str, Any]) -> Key:
@@ -145,7 +153,7 @@ def key_of(q_dtype: torch.dtype, cache: KVCache, options: Options, rows: int) ->
         q_dtype: of q.
         cache: the paged cache.
         options: as the op has checked them.
-        rows: query rows x heads of a group that share their keys.
+        rows: query rows x heads of a group that share their keys; of `key_scores` at most 64 query rows count.
 
     Returns:
         The key.
@@ -157,25 +165,92 @@ def key_of(q_dtype: torch.dtype, cache: KVCache, options: Options, rows: int) ->
         >>> key_of(torch.bfloat16, cache, Options(scale=0.125, window=100, softcap=30.0), rows=20).name
         'd64 bf16 int8/token_head r32 p16 softcap window'
     """
-    k, v = cache.k_format, cache.v_format
-    flags = {
-        "alibi": options.alibi_slopes is not None,
-        "pinned": options.pinned > 0,
-        "rope": options.rope is not None,
-        "shared": cache.v_is_k,
-        "softcap": options.softcap is not None,
-        "tree": options.mask is not None,
-        "window": options.window is not None,
-    }
-    return Key(
-        head_dim=cache.head_dim,
-        v_head_dim=cache.v_head_dim,
-        dtype=DTYPES[q_dtype],
-        format=str(k) if k == v else f"{k}+{v}",
-        rows=rows_class(rows),
-        page=page_class(cache.page_size),
-        flags=tuple(name for name, is_set in flags.items() if is_set),
+    return key_of_facts(facts_of(q_dtype, cache, options, rows))
+
+
+def facts_of(q_dtype: torch.dtype, cache: KVCache, options: Options, rows: int) -> tuple[Any, ...]:
+    """What the key of a call is made of, quick to take and to hash: calls whose facts are equal have one key."""
+    flags = (
+        options.alibi_slopes is not None,
+        options.pinned > 0,
+        options.rope is not None,
+        cache.v_is_k,
+        options.softcap is not None,
+        options.mask is not None,
+        options.window is not None,
     )
+    # By class, so that a length which changes from call to call makes no new facts.
+    size = MIN_ROWS if rows <= MIN_ROWS else rows_class(rows)
+    return q_dtype, cache.k_format, cache.v_format, cache.head_dim, cache.v_head_dim, cache.page_size, size, flags
+
+
+def key_of_facts(facts: tuple[Any, ...]) -> Key:
+    """The key that `facts_of` is about."""
+    q_dtype, k, v, head_dim, v_head_dim, page_size, rows, flags = facts
+    return Key(
+        head_dim,
+        v_head_dim,
+        DTYPES[q_dtype],
+        str(k) if k == v else f"{k}+{v}",
+        rows,
+        page_class(page_size),
+        tuple(name for name, is_set in zip(FLAGS, flags, strict=True) if is_set),
+    )
+
+
+def key_of_shape(shape: Shape) -> Key:
+    """The key of the calls that a :class:`tkv.tune.model.Shape` stands for."""
+    flags, format = tuple(sorted(shape.flags)), _format_name(shape.format)
+    return Key(shape.head_dim, shape.v_head_dim, shape.dtype, format, rows_class(rows_of(shape)), page_class(shape.page_size), flags)
+
+
+def rows_of(shape: Shape) -> int:
+    """Query rows x heads of a group that share their keys."""
+    group = shape.num_q_heads // shape.num_kv_heads
+    if shape.op == "shared_prefix_decode":
+        return shape.num_seqs * shape.q_len * group
+    return group * (min(shape.q_len, MAX_SCORE_ROWS) if shape.op == "key_scores" else shape.q_len)
+
+
+def programs_of(op: str, num_seqs: int, num_kv_heads: int, rows: int, total_rows: int = 0) -> int:
+    """Programs that a call would launch without splits over keys if tiles had the rows of its key: what buckets count as work.
+
+    Args:
+        op: the function.
+        num_seqs: sequences of the batch.
+        num_kv_heads: heads of the cache.
+        rows: query rows x heads of a group that share their keys, as for `key_of`.
+        total_rows: the same of all sequences, for `prefix_prefill` and the levels of `shared_prefix_decode`.
+
+    Example:
+        >>> programs_of("paged_decode", num_seqs=4, num_kv_heads=8, rows=8)
+        32
+        >>> programs_of("prefix_prefill", num_seqs=4, num_kv_heads=8, rows=1024, total_rows=4000)
+        256
+    """
+    tile = rows_class(rows)
+    if op in ("prefix_prefill", "shared_prefix_decode"):
+        return num_kv_heads * -(-total_rows // tile)
+    return num_kv_heads * num_seqs * -(-rows // tile)
+
+
+def size_of_shape(shape: Shape, num_sms: int) -> tuple[float, int]:
+    """The work per SM and the visible keys of the calls that a shape stands for, by which a bucket is found.
+
+    Args:
+        shape: a :class:`tkv.tune.model.Shape`.
+        num_sms: of the GPU.
+
+    Returns:
+        (programs without splits / SMs, keys).
+    """
+    rows = rows_of(shape)
+    group = shape.num_q_heads // shape.num_kv_heads
+    programs = programs_of(shape.op, shape.num_seqs, shape.num_kv_heads, rows, shape.num_seqs * shape.q_len * group)
+    keys = shape.kv_len
+    if shape.window is not None and "window" in shape.flags and shape.op in ("paged_decode", "prefix_prefill"):
+        keys = min(keys, shape.window + shape.q_len - 1)
+    return programs / num_sms, keys
 
 
 def key_case(op: str, key: Key) -> Case:
