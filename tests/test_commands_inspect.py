@@ -127,6 +127,8 @@ def test_instructions_are_counted_for_a_token_or_for_a_row_and_key(compiled, cap
     assert found["loop"]["per"] == "token"
     assert found["loop"]["warp_instructions"] == 128 * 8 / 64
     assert found["loop"]["classes"] == {"int": 8.0, "matrix": 4.0, "shared": 2.0, "exp": 1.0, "global": 1.0}
+    assert found["loop"]["bytes"] == 2 * 128 * 2
+    assert (found["loop"]["bound"], found["loop"]["part"], found["loop"]["unknown"]) == ("memory", "H100 SXM", [])
     _, found = inspect(capsys, "prefix_prefill", "--arch", "sm90", "--config", "block_m=64,block_n=32,num_warps=4")
     assert (found["loop"]["per"], found["loop"]["warp_instructions"]) == ("row and key", 128 * 4 / (64 * 32))
 
@@ -142,7 +144,8 @@ def test_one_table_for_all_architectures(compiled, capsys):
     assert main(["inspect", "paged_decode", "--all-arch"]) == 1, "sm86 spills"
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "paged_decode: decode bf16 bf16 d128 g8 q1 p16, Triton 3.9.0"
-    assert [line.split()[0] for line in lines[4:]] == list(ARCHS)
+    assert [line.split()[0] for line in lines[4:17]] == list(ARCHS)
+    assert lines[-1].endswith("warp instructions of the main loop per token; in flight: bytes that an SM asks for ahead")
     assert [line.split()[0] for line in lines if "spills 8 bytes" in line] == ["sm86"]
 
 
@@ -153,7 +156,29 @@ def test_one_architecture_in_words(compiled, capsys):
     assert "40,960 bytes a program, of 101,376" in out
     assert out.endswith("problem: spills 8 bytes a thread\n")
     assert main(["inspect", "copy_pages", "--arch", "sm90"]) == 0
-    assert "num_warps=4" in capsys.readouterr().out
+    assert capsys.readouterr().out.endswith("instructions   200\n")
+
+
+def test_a_part_changes_what_bounds_the_loop(compiled, capsys):
+    cycles = {}
+    for part in ("H100 SXM", "H200 SXM"):
+        _, found = inspect(capsys, "paged_decode", "--part", part)
+        assert found["loop"]["part"] == part
+        cycles[part] = found["loop"]["cycles"]
+    assert cycles["H200 SXM"]["memory"] == pytest.approx(cycles["H100 SXM"]["memory"] * 3350 / 4800)
+    assert cycles["H200 SXM"]["issue slots"] == cycles["H100 SXM"]["issue slots"]
+
+
+def test_a_kernel_that_does_not_compile_is_a_problem(monkeypatch, capsys):
+    def failing(jobs, workers, progress, store):
+        return [Report(case, arch, "3.9.0", config=config_of(launch_of(case, arch)), error="no such instruction") for case, arch, _ in jobs]
+
+    monkeypatch.setattr(compiling, "compile_all", failing)
+    status, found = inspect(capsys, "paged_decode", "--arch", "sm90")
+    assert (status, found["loop"], found["ctas_per_sm"]) == (1, None, None)
+    assert found["problems"] == ["does not compile: no such instruction"]
+    assert main(["inspect", "paged_decode", "--all-arch"]) == 1
+    assert capsys.readouterr().out.count("does not compile: no such instruction") == len(ARCHS)
 
 
 def test_a_real_kernel_of_two_architectures(tmp_path):

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 from tkv.commands import Commands
 from tkv.commands.arguments import arch, part, positive
 from tkv.commands.cases import INSPECTED_OPS, add_call, case_of, config_text, config_with, key_of, overrides
-from tkv.commands.output import print_json, print_table, progress
+from tkv.commands.output import bytes_text, print_json, print_table, progress
 from tkv.errors import TkvError, UnsupportedError
 from tkv.tune.configs import AttentionConfig
 from tkv.tune.keys import OP_KINDS
 
 if TYPE_CHECKING:
+    from tkv.tune.arch import Part
     from tkv.tune.cases import Case
     from tkv.tune.compile import Report
 
@@ -60,7 +61,7 @@ def _run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     else:
         print(f"{args.op}: {case.name}, Triton {reports[0].triton}\n")
         if len(found) > 1:
-            print_table([_row(numbers, args.op) for numbers in found])
+            _print_table(found)
         else:
             _print_one(found[0], args.op)
     return 1 if any(numbers["problems"] for numbers in found) else 0
@@ -102,8 +103,7 @@ def _numbers(report: Report, args: argparse.Namespace) -> dict[str, Any]:
     from tkv.tune.limits import ctas_per_sm, report_problems
 
     facts = facts_of(report.arch)
-    tile, per = _tile(report, args.op)
-    numbers: dict[str, Any] = {
+    return {
         "op": args.op,
         "arch": report.arch,
         "case": asdict(report.case),
@@ -116,24 +116,35 @@ def _numbers(report: Report, args: argparse.Namespace) -> dict[str, Any]:
         "spills": report.spills,
         "shared": report.shared,
         "shared_limit": facts.shared_per_block,
-        "ctas_per_sm": ctas_per_sm(facts, report.registers, report.shared, report.num_warps),
+        "ctas_per_sm": None if report.error else ctas_per_sm(facts, report.registers, report.shared, report.num_warps),
         "instructions": len(report.code),
-        "loop": None,
+        "loop": _loop(report, args.part),
         "problems": report_problems(report),
     }
-    if tile and report.loop:
-        classes = {name: count * report.num_warps / tile for name, count in report.classes.most_common()}
-        numbers["loop"] = {"per": per, "warp_instructions": sum(classes.values()), "classes": classes, "names": report.loop}
-    return numbers
 
 
-def _tile(report: Report, op: str) -> tuple[int, str]:
-    """What a pass of a program's loop covers, and its unit; 0 of kernels without tiles of keys."""
-    if report.config is None:
-        return 0, ""
-    if op == "paged_decode":
-        return report.config.block_n, "token"
-    return report.config.block_m * report.config.block_n, "row and key"
+def _loop(report: Report, part: Part | None) -> dict[str, Any] | None:
+    """What the loop of an attention function asks of an SM of a part; None where there is no such loop."""
+    from tkv.tune.analysis import analyse
+    from tkv.tune.arch import reference_part
+
+    if report.error or report.config is None:
+        return None
+    part = part or reference_part(report.arch)
+    found = analyse(report, part)
+    return {
+        "part": None if part is None else part.name,
+        "per": found.per,
+        "warp_instructions": found.num_instructions,
+        "classes": dict(sorted(found.instructions.items(), key=lambda item: -item[1])),
+        "names": report.loop,
+        "bytes": found.bytes,
+        "bytes_in_flight": found.bytes_in_flight,
+        "bytes_needed_in_flight": found.bytes_needed,
+        "cycles": found.cycles,
+        "bound": found.bound,
+        "unknown": list(found.unknown),
+    }
 
 
 def _origin(report: Report, args: argparse.Namespace) -> str | None:
@@ -152,42 +163,62 @@ def _origin(report: Report, args: argparse.Namespace) -> str | None:
     return "analytic default"
 
 
-def _row(numbers: dict[str, Any], op: str) -> dict[str, object]:
+def _row(numbers: dict[str, Any]) -> dict[str, object]:
     """A line of the table over architectures."""
-    loop = numbers["loop"] or {}
-    config = numbers["config"]
+    config, loop = numbers["config"], numbers["loop"]
     row: dict[str, object] = {"arch": numbers["arch"]}
     if config is not None:
-        row |= {"tile": f"{config['block_m']}x{config['block_n']}"}
+        row["tile"] = f"{config['block_m']}x{config['block_n']}"
     row |= {"warps": numbers["num_warps"], "stages": numbers["num_stages"], "registers": numbers["registers"], "spills": numbers["spills"]}
-    row |= {"shared": numbers["shared"], "CTAs per SM": numbers["ctas_per_sm"]}
-    if config is not None:
-        row |= {f"warp instr. per {loop.get('per', 'token')}": loop.get("warp_instructions"), "config": numbers["config_from"]}
+    row |= {"shared": numbers["shared"], "CTAs": numbers["ctas_per_sm"]}
+    if config is None:
+        row["instr."] = numbers["instructions"]
+    elif loop is None:
+        row |= dict.fromkeys(("instr.", "in flight", "bound by", "on", "config"))
     else:
-        row |= {"instructions": numbers["instructions"]}
+        in_flight = loop["bytes_in_flight"]
+        row |= {"instr.": loop["warp_instructions"], "in flight": None if in_flight is None else bytes_text(in_flight)}
+        row |= {"bound by": loop["bound"] or "unknown", "on": loop["part"], "config": numbers["config_from"]}
     return {**row, "problems": "; ".join(numbers["problems"])}
+
+
+def _print_table(found: list[dict[str, Any]]) -> None:
+    """A line for each architecture."""
+    print_table([_row(numbers) for numbers in found], right=("in flight",))
+    per = next((numbers["loop"]["per"] for numbers in found if numbers["loop"]), None)
+    counted = f"warp instructions of the main loop per {per}; in flight: bytes that an SM asks for ahead" if per else "of the kernel"
+    print(f"\nCTAs: programs that an SM holds; instr.: {counted}")
 
 
 def _print_one(numbers: dict[str, Any], op: str) -> None:
     """All there is to say about one architecture."""
     config = numbers["config"] and AttentionConfig(**numbers["config"])
-    ctas = numbers["ctas_per_sm"]
+    ctas, loop = numbers["ctas_per_sm"], numbers["loop"]
     facts = {
         "arch": numbers["arch"],
-        "config": f"{config_text(config, op)}  ({numbers['config_from']})" if config else f"num_warps={numbers['num_warps']}",
+        "config": f"{config_text(config, op)} ({numbers['config_from']})" if config else f"num_warps={numbers['num_warps']}",
         "registers": f"{numbers['registers']} a thread, {numbers['spills']} spilled",
         "shared memory": f"{numbers['shared']:,} bytes a program, of {numbers['shared_limit']:,}",
         "CTAs per SM": "unknown" if ctas is None else str(ctas),
     }
+    if loop is None:
+        facts["instructions"] = f"{numbers['instructions']:,}"
+    else:
+        per, needed = loop["per"], loop["bytes_needed_in_flight"]
+        facts["main loop"] = f"{loop['warp_instructions']:.4g} warp instructions and {loop['bytes']:.4g} bytes per {per}"
+        if loop["bytes_in_flight"] is not None:
+            facts["in flight"] = bytes_text(loop["bytes_in_flight"]) + " an SM"
+            facts["in flight"] += "" if needed is None else f", of {bytes_text(needed)} that draw its share of the bandwidth"
+        facts["bound by"] = f"{loop['bound'] or 'unknown'}" + (f", on {loop['part']}" if loop["part"] else "")
     for name, text in facts.items():
         print(f"{name:15}{text}")
-    loop = numbers["loop"]
-    if loop:
-        print(f"{'loop':15}{loop['warp_instructions']:.4g} warp instructions per {loop['per']}\n")
-        total = loop["warp_instructions"]
-        print_table(
-            [{"class": name, f"per {loop['per']}": count, "share": f"{count / total:.0%}"} for name, count in loop["classes"].items()],
-            right=("share",),
-        )
+    if loop is not None:
+        total, head = loop["warp_instructions"], f"instr. per {loop['per']}"
+        rows = [{"class": name, head: count, "share": f"{count / total:.0%}"} for name, count in loop["classes"].items()]
+        cycles = [{"unit": unit, f"cycles of an SM per {loop['per']}": count} for unit, count in loop["cycles"].items()]
+        cycles += [{"unit": unit, f"cycles of an SM per {loop['per']}": "unknown"} for unit in loop["unknown"]]
+        for table in (rows, cycles):
+            print()
+            print_table(table, right=list(table[0])[1:] if table else ())
     for problem in numbers["problems"]:
         print(f"problem: {problem}")
