@@ -23,7 +23,7 @@ from tkv.ops.scores import plan_scores
 from tkv.ops.write import write_kv
 from tkv.rope import Rope
 from tkv.tune.configs import AttentionConfig
-from tkv.tune.keys import DTYPES, Key, key_of
+from tkv.tune.keys import DTYPES, Key, key_of, rows_of
 from tkv.tune.model import Shape
 
 TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
@@ -34,6 +34,8 @@ CHUNK = 8192
 # What results may differ by from exact ones, of the contract of numbers: out in units of sum p |v|, a score in units of its terms.
 BOUND = {"fp32": 1e-5, "fp16": 2e-3, "bf16": 1e-2}
 UNIT = 2.0**-20
+# No result is like it.
+POISON = 1e4
 ROUNDED_UNIT = {"fp32": UNIT, "fp16": 2.0**-10, "bf16": 2.0**-7}
 
 
@@ -66,11 +68,7 @@ class Problem:
     @property
     def rows(self) -> int:
         """Query rows x heads of a group that share their keys."""
-        shape = self.shape
-        group = shape.num_q_heads // shape.num_kv_heads
-        if shape.op == "shared_prefix_decode":
-            return shape.num_seqs * shape.q_len * group
-        return group * (min(shape.q_len, 64) if shape.op == "key_scores" else shape.q_len)
+        return rows_of(self.shape)
 
     @property
     def key(self) -> Key:
@@ -102,7 +100,7 @@ class Problem:
         if self.cu_seqlens is not None:
             launches = plan_prefill(
                 q, self.new, self.cache, self.page_table, self.lens, self.cu_seqlens, out, lse, *target, max_q_len=shape.q_len,
-                max_seq_len=shape.kv_len, config=config,
+                max_seq_len=shape.kv_len, deterministic=shape.deterministic, config=config,
             )  # fmt: skip
         elif self.levels:
             launches = plan_cascade(
@@ -111,12 +109,17 @@ class Problem:
             )  # fmt: skip
         else:
             args = (q, self.cache, self.page_table, self.lens, out, lse, *target)
-            launches = plan_decode(*args, max_seq_len=shape.kv_len, config=config)
+            launches = plan_decode(*args, max_seq_len=shape.kv_len, deterministic=shape.deterministic, config=config)
         return launches, (out, lse)
 
-    def run(self, config: AttentionConfig | None = None) -> tuple[torch.Tensor, ...]:
-        """Run the op with a config, without waiting for it; gives what `launches` says."""
+    def run(self, config: AttentionConfig | None = None, *, poison: bool = False) -> tuple[torch.Tensor, ...]:
+        """Run the op with a config, without waiting for it; gives what `launches` says.
+
+        With `poison` the results are overwritten before: memory that was used before may hold a right result.
+        """
         launches, results = self.launches(config)
+        for result in results if poison else ():
+            result.fill_(POISON)
         run_all(launches, self.q.device)
         return results
 
