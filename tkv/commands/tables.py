@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from tkv.commands import CommandError, Commands, Parser
 from tkv.commands.arguments import arch, positive
@@ -89,7 +89,7 @@ def _explain(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     op, *words = args.explain
     if op not in OP_KINDS:
         parser.error(f"argument --explain: expected one of {', '.join(OP_KINDS)}, got {op!r}")
-    call = _call(op, words)
+    call = _call(op, words, parser)
     try:
         arch = args.arch[0] if args.arch else arch_of_device().name
     except TkvError:
@@ -123,11 +123,23 @@ def _explain(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     return 0
 
 
-def _call(op: str, words: Sequence[str]) -> argparse.Namespace:
+class _Words(Parser):
+    """A parser of the words after --explain, whose mistakes are those of the argument."""
+
+    def __init__(self, op: str, outer: argparse.ArgumentParser) -> None:
+        usage = f"tkv tables --explain {op} [MODEL] [NAME=VALUE ...], names without the dashes"
+        super().__init__(prog=f"tkv tables --explain {op}", usage=usage)
+        self.outer = outer
+
+    def error(self, message: str) -> NoReturn:
+        self.outer.error(f"argument --explain: {message}")
+
+
+def _call(op: str, words: Sequence[str], outer: argparse.ArgumentParser) -> argparse.Namespace:
     """The call that the words after --explain describe."""
     from tkv.tune.shapes import MODELS
 
-    parser = Parser(prog=f"tkv tables --explain {op}", usage=f"tkv tables --explain {op} [MODEL] [NAME=VALUE ...], without the dashes")
+    parser = _Words(op, outer)
     add_call(parser)
     parser.add_argument("--config", type=overrides, default={}, help="the call's own, as in config=block_n=64,num_warps=8")
     parser.set_defaults(window_keys=None)
@@ -141,7 +153,7 @@ def _call(op: str, words: Sequence[str]) -> argparse.Namespace:
         words = words[1:]
         parser.set_defaults(
             head_dim=shape.head_dim, v_head_dim=shape.v_head_dim, shared=shape.shares_v, softcap=shape.softcap is not None,
-            group=shape.num_q_heads // shape.num_kv_heads, kv_heads=shape.num_kv_heads, window=shape.windows == (shape.window,),
+            group=shape.num_q_heads // shape.num_kv_heads, kv_heads=shape.num_kv_heads, window=None not in shape.windows,
             window_keys=shape.window,
         )  # fmt: skip
     elif words and words[0] != "help" and "=" not in words[0] and words[0].replace("_", "-") not in (*FLAGS, "shared"):
