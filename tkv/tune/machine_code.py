@@ -166,7 +166,8 @@ def _gcn_size(name: str) -> int:
     if match is None:
         return 0
     words, bits = re.search(r"dwordx?(\d*)", match[2]), re.search(r"[a-z](\d+)", match[2])
-    size = 4 * int(words[1] or 1) if words else int(bits[1]) // 8 if bits else 0
+    small = 2 if "short" in match[2] else 1 if "byte" in match[2] else 0
+    size = 4 * int(words[1] or 1) if words else int(bits[1]) // 8 if bits else small
     return size * (2 if match[1] else 1)
 
 
