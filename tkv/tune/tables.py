@@ -348,12 +348,21 @@ def _check_order(entries: tuple[Entry, ...], source: str) -> None:
 
 def dumps(table: Table) -> str:
     """The table as its file has it: an entry a line, in order, integers only in configs."""
-    tunables = TUNABLES[table.op]
-    lines = [f'"schema": {SCHEMA}'] + [f'"{name}": {json.dumps(getattr(table, name))}' for name in ("op", "arch", "kernel_hash")]
-    lines.append(f'"tunables": {json.dumps(tunables)}')
+    lines = [f'"schema": {SCHEMA}'] + [f'"{name}": {json.dumps(getattr(table, name))}' for name in ("op", "arch")]
+    lines += [hash_line(table), f'"tunables": {json.dumps(TUNABLES[table.op])}']
     lines.append(_list("runs", [json.dumps(asdict(run)) for run in table.runs]))
-    lines.append(_list("entries", [json.dumps(_as_json(entry, tunables)) for entry in table.entries]))
+    lines.append(_list("entries", [entry_line(entry, table.op) for entry in table.entries]))
     return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def hash_line(table: Table) -> str:
+    """The line of a table's file that says for which kernel it is."""
+    return f'"kernel_hash": {json.dumps(table.kernel_hash)}'
+
+
+def entry_line(entry: Entry, op: str) -> str:
+    """The line of an entry in its table's file, without the comma behind it."""
+    return json.dumps(_as_json(entry, TUNABLES[op]))
 
 
 def _list(name: str, items: list[str]) -> str:
