@@ -9,7 +9,7 @@ import pytest
 
 from tkv import KVCache
 from tkv.cli import main
-from tkv.commands.output import bytes_text, print_table, progress
+from tkv.commands.output import Progress, bytes_text, print_table
 from tkv.tune.shapes import MODELS
 
 LLAMA = ["--layers", "32", "--kv-heads", "8", "--head-dim", "128"]
@@ -129,17 +129,23 @@ def test_sizes_for_people():
 
 def test_progress_without_tqdm_is_lines_on_stderr(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "tqdm", None)
-    with progress("compiling", 2) as step:
-        step("first")
-        step("second")
-    assert capsys.readouterr() == ("", "compiling: 2 of 2, second\n")
+    with Progress("compiling", None) as progress:
+        progress.step("first")
+        progress.expect(3)
+        progress.step("second")
+        progress.note("sm90 spills")
+        progress.step("third")
+    assert capsys.readouterr() == ("", "sm90 spills\ncompiling: 3 of 3, third\n")
 
 
 def test_progress_is_a_bar_where_tqdm_is_installed(monkeypatch):
     bar = MagicMock()
     monkeypatch.setitem(sys.modules, "tqdm", SimpleNamespace(tqdm=bar))
-    with progress("compiling", 2) as step:
-        step("first")
+    with Progress("compiling", 2) as progress:
+        progress.step("first")
+        progress.expect(3)
+        progress.note("sm90 spills")
     assert bar.call_args.kwargs["total"] == 2
     assert bar.call_args.kwargs["file"] is sys.stderr
-    assert [call[0] for call in bar.return_value.__enter__.return_value.method_calls] == ["set_postfix_str", "update"]
+    assert bar.return_value.total == 3
+    assert [call[0] for call in bar.return_value.method_calls] == ["set_postfix_str", "update", "write", "close"]

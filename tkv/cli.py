@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 import torch
 
 import tkv
-from tkv.commands import CommandError, Parser, demo, doctor, inspect, size, tables
+from tkv.commands import CommandError, Parser, check, demo, doctor, inspect, merge, size, tables
 from tkv.demo import DemoError
 from tkv.errors import TkvError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-COMMANDS = (demo, size, doctor, inspect, tables)
+COMMANDS = (demo, size, doctor, inspect, tables, check, merge)
 INTERRUPTED = 130  # what a shell reports for a command that Ctrl-C ended
 
 
@@ -51,6 +51,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         # Whoever read has read enough; Python would complain once more when it closes stdout.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:
+        print(f"tkv: {error.filename or 'a file'}: {error.strerror or error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("tkv: interrupted", file=sys.stderr)

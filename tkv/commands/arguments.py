@@ -32,6 +32,19 @@ def positive(text: str) -> int:
     return number
 
 
+def at_least_0(text: str) -> int:
+    """An integer of at least 0.
+
+    Example:
+        >>> at_least_0("0")
+        0
+    """
+    number = int(text)
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"expected at least 0, got {number}")
+    return number
+
+
 def duration(text: str) -> float:
     """Seconds: ``"300s"``, ``"5m"``, ``"1.5h"``, or a plain number.
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from tkv.commands import Commands
 from tkv.commands.arguments import arch, part, positive
 from tkv.commands.cases import INSPECTED_OPS, add_call, case_of, config_text, config_with, key_of, overrides
-from tkv.commands.output import bytes_text, print_json, print_table, progress
+from tkv.commands.output import Progress, bytes_text, print_json, print_table
 from tkv.errors import TkvError, UnsupportedError
 from tkv.tune.configs import AttentionConfig
 from tkv.tune.keys import OP_KINDS
@@ -53,8 +53,8 @@ def _run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     from tkv.tune.compile import compile_all
     from tkv.tune.store import Store
 
-    with progress("compiling", len(jobs)) as step:
-        reports = list(compile_all(jobs, args.workers, lambda done: step(done.arch), Store()))
+    with Progress("compiling", len(jobs)) as progress:
+        reports = list(compile_all(jobs, args.workers, lambda done: progress.step(done.arch), Store()))
     found = [_numbers(report, args) for report in reports]
     if args.json:
         print_json(found if len(found) > 1 else found[0])

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 
 from tabulate import tabulate
 
@@ -64,40 +63,51 @@ def bytes_text(count: float) -> str:
     return f"{digits} {units[power]}"
 
 
-@contextmanager
-def progress(label: str, total: int | None) -> Iterator[Callable[[str], None]]:
+class Progress:
     """How far long work is: a bar where tqdm is installed, else a line every other second; on stderr both.
 
     Args:
         label: what is done.
-        total: how many steps; None if that is not known.
-
-    Yields:
-        A function to call after every step, with what it was.
+        total: how many steps; None if that is not known yet.
     """
-    try:
-        from tqdm import tqdm
-    except ModuleNotFoundError:
-        yield _lines(label, total)
-        return
-    with tqdm(total=total, desc=label, file=sys.stderr, mininterval=0.2, leave=False, disable=total == 0) as bar:
 
-        def step(text: str) -> None:
-            bar.set_postfix_str(text, refresh=False)
-            bar.update()
+    def __init__(self, label: str, total: int | None) -> None:
+        self.label, self.total, self.done = label, total, 0
+        self._said = time.monotonic()
+        try:
+            from tqdm import tqdm
+        except ModuleNotFoundError:
+            self._bar = None
+        else:
+            self._bar = tqdm(total=total, desc=label, file=sys.stderr, leave=False)
 
-        yield step
+    def step(self, text: str = "") -> None:
+        """One more is done; `text` says what it was."""
+        self.done += 1
+        if self._bar is not None:
+            self._bar.set_postfix_str(text, refresh=False)
+            self._bar.update()
+        elif self.done == self.total or time.monotonic() - self._said >= _QUIET_SECONDS:
+            self._said = time.monotonic()
+            of_total = "" if self.total is None else f" of {self.total}"
+            self.note(f"{self.label}: {self.done}{of_total}{text and ', '}{text}")
 
+    def expect(self, total: int) -> None:
+        """There are so many steps."""
+        self.total = total
+        if self._bar is not None:
+            self._bar.total = total
 
-def _lines(label: str, total: int | None) -> Callable[[str], None]:
-    """Says in plain lines how far it is."""
-    done, said = 0, time.monotonic()
+    def note(self, text: str) -> None:
+        """A line that stays."""
+        if self._bar is None:
+            print(text, file=sys.stderr, flush=True)
+        else:
+            self._bar.write(text, file=sys.stderr)
 
-    def step(text: str) -> None:
-        nonlocal done, said
-        done += 1
-        if done == total or time.monotonic() - said >= _QUIET_SECONDS:
-            said = time.monotonic()
-            print(f"{label}: {done}{'' if total is None else f' of {total}'}, {text}", file=sys.stderr, flush=True)
+    def __enter__(self) -> Progress:
+        return self
 
-    return step
+    def __exit__(self, *error: object) -> None:
+        if self._bar is not None:
+            self._bar.close()
