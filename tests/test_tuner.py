@@ -191,6 +191,20 @@ def test_where_compiling_in_parallel_hangs_configs_are_compiled_one_by_one(tmp_p
     assert any("compiling in parallel failed" in note for note in tuner.notes)
 
 
+def test_compiling_in_parallel_is_not_tried_again_for_a_shape_where_it_crashed(tmp_path):
+    configs = [AttentionConfig(16, 16 << i % 4, 4, 1 + i // 4) for i in range(28)]
+
+    class Crashing(FakeRunner):
+        def prepare(self, configs, limit):
+            self.calls.append(("prepare", None))
+            self.is_open = False
+            raise Failed("crash", "the process ended with -11", True)
+
+    runner = Crashing(lambda shape, config: 100.0)
+    _, (result,) = tune_one(tmp_path, runner, configs)
+    assert result.tried == len(configs) and runner.count("prepare", None) == 1
+
+
 def test_finalists_take_turns_with_the_default_and_each_round_begins_with_another(tmp_path):
     configs = [AttentionConfig(16, 32, 4, stages) for stages in range(1, 9)]
     runner = FakeRunner({DEFAULT: 100.0, **{config: 80.0 + 2 * config.num_stages for config in configs}})
@@ -223,6 +237,12 @@ def test_the_budget_is_kept_whatever_a_step_takes(tmp_path, step, budget):
         assert len(results) == len(SHAPES) and not any(result.left for result in results)
 
 
+def test_no_shape_takes_the_time_of_those_behind_it(tmp_path):
+    configs = [AttentionConfig(16, 16 << i % 4, 4, 1 + i // 4) for i in range(28)]
+    results = tuner_of(tmp_path, FakeRunner(lambda shape, config: 100.0, step=0.1), configs).tune(SHAPES, 40.0)
+    assert len(results) == len(SHAPES) and all(0 < result.left < 28 for result in results)
+
+
 def test_time_that_a_shape_leaves_over_goes_to_the_next(tmp_path):
     configs = [AttentionConfig(16, 16 << i % 4, 4, 1 + i // 4) for i in range(28)]
     few = {key_of_shape(SHAPES[0])}
@@ -239,9 +259,24 @@ def test_a_hang_that_the_budget_cut_short_blocks_nothing(tmp_path):
 
 
 def test_with_too_few_rounds_nothing_wins(tmp_path):
-    runner = FakeRunner({DEFAULT: 100.0, FAST: 10.0}, faults={("time", FAST): 4.0}, step=0.01)
-    _, (result,) = tune_one(tmp_path, runner, (FAST,), budget=9.0)
-    assert result.best is None and result.tried == 1
+    runner = FakeRunner({DEFAULT: 100.0, FAST: 10.0}, faults={("time", FAST): 1.0}, step=0.01)
+    _, (result,) = tune_one(tmp_path, runner, (FAST,), budget=5.0)
+    assert result.best is None and result.tried == 1 and result.default_us.runs == 2
+
+
+def test_time_for_the_rounds_is_kept_back_so_that_a_winner_is_found_among_too_many_candidates(tmp_path):
+    configs = [AttentionConfig(16, 16 << i % 4, 4, 1 + i // 4) for i in range(28)]
+    runner = FakeRunner({DEFAULT: 100.0, **{config: 90.0 - i for i, config in enumerate(configs)}}, step=0.2, compile_s=0.01)
+    _, (result,) = tune_one(tmp_path, runner, configs, budget=15.0)
+    assert result.left > 5 and result.best == configs[result.tried - 1] and result.default_us.runs == ROUNDS
+
+
+def test_candidates_that_turn_out_to_be_slow_are_not_started_when_they_would_not_fit(tmp_path):
+    configs = [AttentionConfig(16, 16 << i % 4, 4, 1 + i // 4) for i in range(12)]
+    runner = FakeRunner(lambda shape, config: 100.0, faults={("check", config): 2.0 for config in configs}, compile_s=0.0)
+    start = runner.clock()
+    _, (result,) = tune_one(tmp_path, runner, configs, budget=10.0)
+    assert runner.clock() - start <= 10.0 and 3 <= result.tried < 5 and result.left == len(configs) - result.tried
 
 
 def test_a_shape_whose_default_fails_is_told_and_the_others_are_measured(tmp_path):
@@ -300,6 +335,16 @@ def test_results_of_another_gpu_version_or_kernel_are_measured_anew(tmp_path, ch
     assert len(tuner.tune(SHAPES[:1], 600.0, resume=True)) == 1
     results, runs = load_results(tmp_path / "results.json")
     assert len(results) == len(runs) == 2
+
+
+def test_results_of_another_kernel_are_kept_in_the_file_but_in_no_table(tmp_path):
+    us = {DEFAULT: 100.0, SLOW: 120.0, FAST: 80.0}
+    old = tuner_of(tmp_path, FakeRunner(us))
+    old.hashes = {op: "another" for op in old.hashes}
+    old.tune([replace(SHAPES[0], format="int8/token_head")], 600.0)
+    tuner_of(tmp_path, FakeRunner(us)).tune(SHAPES[:1], 600.0, resume=True)
+    assert len(load_results(tmp_path / "results.json")[0]) == 2
+    assert [entry.match.format for entry in table_of(tmp_path).entries] == ["bf16"]
 
 
 def test_without_resume_old_results_are_not_mixed_in(tmp_path):

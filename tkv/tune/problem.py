@@ -13,7 +13,7 @@ from tkv.cache import KVCache
 from tkv.errors import RangeError
 from tkv.formats import parse_pair
 from tkv.levels import SharedLevel
-from tkv.ops.attention import Options, decode_config, prefill_config, run_all
+from tkv.ops.attention import Options, default_config, run_all
 from tkv.ops.cascade import plan_cascade
 from tkv.ops.decode import plan_decode
 from tkv.ops.launch import Launch, arch_name, interpreting
@@ -66,22 +66,14 @@ class Problem:
     score_size: float = 0.0
 
     @property
-    def rows(self) -> int:
-        """Query rows x heads of a group that share their keys."""
-        return rows_of(self.shape)
-
-    @property
     def key(self) -> Key:
         """The key of the call in tuning tables."""
-        return key_of(self.q.dtype, self.cache, self.options, self.rows)
+        return key_of(self.q.dtype, self.cache, self.options, rows_of(self.shape))
 
     @cached_property
     def default(self) -> AttentionConfig:
         """The analytic default."""
-        arch = arch_name(self.q.device)
-        if self.shape.op in ("prefix_prefill", "shared_prefix_decode"):
-            return prefill_config(self.q, self.cache, self.options, arch, self.rows)
-        return decode_config(self.q.dtype, self.cache, self.options, arch, self.rows)
+        return default_config(self.shape.op, arch_name(self.q.device), self.key)
 
     def launches(self, config: AttentionConfig | None = None) -> tuple[list[Launch], tuple[torch.Tensor, ...]]:
         """The launches of the op with a config, and the tensors that they write: out and its LSE, or the scores.

@@ -93,6 +93,9 @@ class GpuRunner:
 
         self.timer = timer or CudaTimer(device)
         self.device = torch.device(device or "cuda")
+        if self.device.index is not None:
+            # Compiling asks for the current one.
+            torch.cuda.set_device(self.device)
         self.workers = workers or os.cpu_count() or 1
         self.problem: Problem | None = None
         self.wanted: tuple[torch.Tensor, ...] = ()

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -20,7 +21,7 @@ from tkv.tune.configs import AttentionConfig
 from tkv.tune.keys import OP_KINDS, Key, kernel_hash, key_of_shape
 from tkv.tune.model import Shape
 from tkv.tune.results import Result, load_results, save_results, tables_of
-from tkv.tune.runner import Failed, Runner
+from tkv.tune.runner import Failed, GpuRunner, Runner, WatchedRunner, describe_run
 from tkv.tune.tables import Compiled, Run, dump, table_path
 from tkv.tune.timing import Times, quantile
 
@@ -307,9 +308,10 @@ class _Turn:
         return {config: of[:count] for config, of in rounds.items()} if count else {default: [looks[default]]}
 
     def _compiled(self, config: AttentionConfig) -> Compiled | None:
+        # A moment that the budget always has: without it the winner could not be kept.
         try:
-            return self._call(self.runner.compiled, config, limit=self._step_limit)[0] if self.is_open else None
-        except (Failed, _OutOfTime):
+            return self.runner.compiled(config, COMPILED_LIMIT) if self.is_open else None
+        except Failed:
             return None
 
     def _is_blocked(self, config: AttentionConfig) -> bool:
@@ -320,3 +322,37 @@ class _Turn:
         date = datetime.now(timezone.utc).isoformat(timespec="seconds")
         self.tuner.blocklist.add(self.tuner.arch, self.shape.op, self.key, config, failure.kind, failure.reason, date)
         self.tuner.note(f"{self.shape.op}, {self.key.name}: {config}: {failure}")
+
+
+def tune(
+    shapes: Iterable[Shape], out: Path, budget_s: float, *, resume: bool = False, device: str | None = None,
+    candidates: Candidates | None = None, progress: Callable[[Shape, Result | None], None] | None = None,
+    note: Callable[[str], None] | None = None,
+) -> Tuner:  # fmt: skip
+    """Measure shapes on a GPU of this machine, in a process of its own; see `Tuner`.
+
+    Args:
+        shapes, out, budget_s, resume, progress, note: as there.
+        device: ``"cuda:1"``; the current GPU if None.
+        candidates: configs to try for (op, key, architecture); those of `tkv.tune.offline` if None.
+
+    Returns:
+        The tuner, with its results and failures.
+
+    Raises:
+        DeviceError: there is no such GPU.
+        UnsupportedError: tkv has no kernels for it.
+        TableError: a file in `out` is damaged.
+        Failed: the measuring process does not come up.
+    """
+    from tkv.tune.arch import arch_of_device
+
+    run, arch = describe_run(device), arch_of_device(device).name
+    if candidates is None:
+        from tkv.tune import offline
+
+        candidates = offline.candidates
+    tuner = Tuner(WatchedRunner(partial(GpuRunner, device)), candidates, arch, run, out)
+    tuner.note = note or tuner.note
+    tuner.tune(shapes, budget_s, resume, progress)
+    return tuner
