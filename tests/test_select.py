@@ -35,6 +35,7 @@ RUN = Run("H100 SXM", 132, None, "3.9.0", "2.13.0", "2026-11-02", "cold L2", 0.8
 def folders(tmp_path, monkeypatch):
     """Two folders of tables instead of what tkv has: its own and the user's."""
     own, users = tmp_path / "own", tmp_path / "users"
+    users.mkdir()
     monkeypatch.setattr(select, "configs_dir", lambda: own)
     monkeypatch.setenv(select.CONFIG_DIR, str(users))
     select.forget()
@@ -136,6 +137,16 @@ def test_a_table_that_is_missing_is_logged_once_below_warnings(folders, caplog):
             assert chosen(arch="sm80") == default(arch="sm80")
     assert sorted(record.levelname for record in caplog.records) == ["INFO", "INFO"]
     assert all(str(table_path(folder, "sm80", "paged_decode")) in caplog.text for folder in folders)
+
+
+def test_a_folder_of_the_user_that_does_not_exist_is_logged_once_and_ignored(folders, caplog, monkeypatch):
+    own, _ = folders
+    write(own, entry(A))
+    monkeypatch.setenv(select.CONFIG_DIR, "/nowhere")
+    select.forget()
+    assert [chosen(), chosen(op="key_scores")] == [A, default(op="key_scores")]
+    assert [record.getMessage() for record in caplog.records] == ["TKV_CONFIG_DIR is ignored: there is no folder /nowhere"]
+    assert explain("paged_decode", KEY, "sm90")[1].reason == "there is no folder /nowhere"
 
 
 class Reads:

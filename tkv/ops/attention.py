@@ -18,7 +18,7 @@ from tkv.ops.launch import FLUSHES_FP16, Launch, num_sms, padded, paged_words, r
 from tkv.rope import Rope
 from tkv.tune import configs, select
 from tkv.tune.configs import AttentionConfig, default_decode, default_prefill, with_rope, with_tree
-from tkv.tune.keys import DTYPES, Key, facts_of, key_of
+from tkv.tune.keys import DTYPES, Key, facts_of
 
 MAX_GROUP = 128
 
@@ -38,11 +38,6 @@ class Options:
     mask: torch.Tensor | None = None
     pinned: int = 0
     rope: Rope | None = None
-
-    @property
-    def is_plain(self) -> bool:
-        """No option changes scores or visibility."""
-        return self.window is None and self.softcap is None and self.alibi_slopes is None and self.mask is None
 
     @property
     def limits(self) -> Limits:
@@ -388,16 +383,6 @@ def config_for(
     if not found.sources:
         return found.default
     return found.pick(math.inf, math.inf) if size is None else found.pick(size[0] / num_sms(q.device), size[1])
-
-
-def decode_config(q_dtype: torch.dtype, cache: KVCache, options: Options, arch: str, rows: int) -> AttentionConfig:
-    """The analytic default of decoding so many rows (query rows x heads of a group) of each sequence."""
-    return default_config("paged_decode", arch, key_of(q_dtype, cache, options, rows))
-
-
-def prefill_config(q: torch.Tensor, cache: KVCache, options: Options, arch: str, rows: int) -> AttentionConfig:
-    """The analytic default where up to so many rows (query rows x heads of a group) share their keys."""
-    return default_config("prefix_prefill", arch, key_of(q.dtype, cache, options, rows))
 
 
 def triton_dtype(dtype: torch.dtype) -> Any:

@@ -109,8 +109,8 @@ def choose(op: str, arch: str, key: Key, programs: float, num_sms: int, keys: fl
 
 def forget() -> None:
     """Forget what was chosen and read: after a change of ``TKV_CONFIG_DIR`` or of a table, the next call looks again."""
-    choices.cache_clear()
-    _read.cache_clear()
+    for cached in (choices, _read, _is_folder):
+        cached.cache_clear()
 
 
 def _row(entry: Entry, arch: str, default: AttentionConfig) -> tuple[float, float, AttentionConfig | None]:
@@ -140,7 +140,7 @@ def _tables(op: str, arch: str) -> Iterator[tuple[Path, dict[Key, tuple[Entry, .
     The tables of an architecture's family stand in for a missing one: a key that a table leaves out is best served by the default.
     """
     own = os.environ.get(CONFIG_DIR)
-    if own:
+    if own and _is_folder(own):
         path = table_path(Path(own), arch, op)
         yield path, _read(path)
     for name in (arch, *arch_facts(arch).family):
@@ -149,6 +149,15 @@ def _tables(op: str, arch: str) -> Iterator[tuple[Path, dict[Key, tuple[Entry, .
         yield path, found
         if found is not None:
             return
+
+
+@functools.lru_cache(maxsize=16)
+def _is_folder(name: str) -> bool:
+    """Whether `CONFIG_DIR` names a folder; if not, it is logged."""
+    if not Path(name).is_dir():
+        _log.warning("%s is ignored: there is no folder %s", CONFIG_DIR, name)
+        return False
+    return True
 
 
 @functools.lru_cache(maxsize=256)
@@ -233,8 +242,9 @@ def explain(
         rows.append(Candidate("config=", "no match", "not given"))
     else:
         rows.append(Candidate("config=", "matched", "", AttentionConfig.of(config), "call"))
-    if not os.environ.get(CONFIG_DIR):
-        rows.append(Candidate(CONFIG_DIR, "no match", "not set"))
+    own = os.environ.get(CONFIG_DIR)
+    if not own or not _is_folder(own):
+        rows.append(Candidate(CONFIG_DIR, "no match", f"there is no folder {own}" if own else "not set"))
     for path, found in _tables(op, arch):
         rows.append(_candidate(op, path, found, key, arch, work, keys))
     rows.append(Candidate("default", "matched", "", default_config(op, arch, key), "analytic"))
