@@ -1,12 +1,21 @@
-"""perf/gpu_check.sh with fake commands: the order of its steps, their limits, going on after an interruption, what it tells."""
+"""What is run on a machine with a GPU, without one: perf/gpu_check.sh with fake commands, perf/bench_ops.py with a fake clock."""
 
+import csv
+import importlib.util
 import os
 import signal
 import subprocess
+import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+
+from tkv.tune.arch import parts
+from tkv.tune.shapes import Model
+from tkv.tune.timing import Times
 
 SCRIPT = Path(__file__).parents[1] / "perf" / "gpu_check.sh"
 STEPS = ("doctor", "tests", "tune", "bench")
@@ -126,3 +135,82 @@ def test_ctrl_c_ends_the_step_keeps_the_others_and_the_next_call_goes_on(check, 
 def test_without_a_folder_it_says_how_it_is_called(check, args):
     code, output, calls = check(*args)
     assert (code, output, calls) == (2, "usage: bash perf/gpu_check.sh FOLDER\n", [])
+
+
+@pytest.fixture(scope="module")
+def bench():
+    """The script as a module, with a model and sizes that the interpreter can run."""
+    spec = importlib.util.spec_from_file_location("bench_ops", SCRIPT.with_name("bench_ops.py"))
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    sizes = {"decode": ((2, 40),), "prefill": ((1, 20),), "cascade": ((3, 32),), "write": ((5, 1),), "gather": ((2, 40),)}
+    model = Model("tiny", layers=2, num_q_heads=2, num_kv_heads=1, head_dim=32, window=24, windowed_layers=1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "SIZES", sizes)
+        patch.setitem(module.MODELS, "tiny", model)
+        patch.setattr(module, "WINDOW", 12)
+        yield module
+
+
+class Counting:
+    """A timer that runs each call once and says that it took 2 microseconds."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def measure(self, call, quick=False):
+        call()
+        self.calls += 1
+        return [1.0, 2.0, 3.0]
+
+
+H100 = next(part for part in parts() if part.name == "H100 SXM")
+
+
+def test_every_op_is_timed_for_every_format_and_kind_of_layer_and_written_down(bench, device, tmp_path):
+    timer, todo = Counting(), list(bench.jobs(bench.OPS, ["tiny"], ["bf16", "int8/token_head"]))
+    rows, left = bench.measure(todo, timer, device, H100, seconds=600.0)
+    assert left == 0 and timer.calls == len(rows) and {row["op"] for row in rows} == set(bench.OPS)
+    # Of the lengths only those of decoding and of the cascade are longer than the window.
+    assert [row["note"] for row in rows if row["format"] == "bf16"] == ["", "window 24", "", "", "window 24", "", ""]
+    decode = rows[0]
+    moved = 2 * 40 * 2 * 32 * 2 + 2 * 2 * (32 + 32) * 2 + 2 * 2 * 4
+    assert (decode["us p20"], decode["us p50"], decode["us p80"]) == (1.4, 2.0, 2.6)
+    assert decode["GB/s"] == round(moved / 2e3) and decode["config"] == "analytic"
+    assert decode["% of bandwidth"] == round(100 * moved / 2e3 / 3350, 1)
+    assert all((row["TFLOP/s"] is None) == (row["op"] in ("write", "gather")) for row in rows)
+
+    written = bench.write_out(rows, H100, "a fake GPU", tmp_path / "bench")
+    with written[0].open() as file:
+        table = list(csv.DictReader(file))
+    assert len(table) == len(rows) and table[0]["measured on"] == "a fake GPU" and table[0]["us p50"] == "2.0"
+    if importlib.util.find_spec("matplotlib"):
+        assert written[1].read_bytes().startswith(b"\x89PNG")
+
+
+def test_rows_that_the_time_is_too_short_for_are_counted(bench, device, monkeypatch):
+    clock = iter(range(0, 10**6, 4))
+    monkeypatch.setattr(bench.time, "monotonic", lambda: float(next(clock)))
+    todo = [bench.Job("write", "tiny", "bf16", (5, 1))] * 6
+    rows, left = bench.measure(todo, Counting(), device, H100, seconds=20.0)
+    assert len(rows) + left == 6 and 1 <= len(rows) <= 2
+
+
+def test_a_row_that_cannot_be_built_is_told_and_the_others_are_measured(bench, device, capsys):
+    bad, good = bench.Job("decode", "tiny", "int4/group64", (2, 40)), bench.Job("decode", "tiny", "bf16", (2, 40))
+    rows, _ = bench.measure([bad, good], Counting(), device, H100, seconds=600.0)
+    assert {row["format"] for row in rows} == {"bf16"}
+    assert "left out, head_dim: int4/group64 needs a multiple of 64, got 32" in capsys.readouterr().err
+
+
+def test_rates_of_a_part_that_is_not_known_stay_empty(bench):
+    call = bench.Call(print, 4000, 0, "fixed")
+    row = bench.row_of(bench.Job("write", "tiny", "bf16", (5, 1)), "", call, Times(1.0, 2.0, 3.0, 3), replace(H100, gbps=None))
+    assert row["GB/s"] == 2 and row["% of bandwidth"] is None
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="runs where there is no GPU")
+def test_without_a_gpu_it_says_so_in_one_line(bench, capsys):
+    assert bench.main([]) == 2
+    assert capsys.readouterr().err == "bench_ops: torch sees no GPU on this machine, and there is nothing to measure without one\n"
