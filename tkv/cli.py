@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 import torch
 
 import tkv
-from tkv.commands import CommandError, Parser, check, demo, doctor, inspect, merge, size, tables
+from tkv.commands import CommandError, Parser, check, demo, doctor, inspect, merge, size, tables, tune
 from tkv.demo import DemoError
 from tkv.errors import TkvError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-COMMANDS = (demo, size, doctor, inspect, tables, check, merge)
+COMMANDS = (demo, doctor, size, tables, inspect, tune, check, merge)
 INTERRUPTED = 130  # what a shell reports for a command that Ctrl-C ended
 
 

@@ -32,6 +32,16 @@ def positive(text: str) -> int:
     return number
 
 
+def positives(text: str) -> list[int]:
+    """Integers of at least 1 with commas between.
+
+    Example:
+        >>> positives("1,16,128")
+        [1, 16, 128]
+    """
+    return [positive(number) for number in text.split(",")]
+
+
 def at_least_0(text: str) -> int:
     """An integer of at least 0.
 
@@ -81,6 +91,16 @@ def model(text: str) -> Model:
     from tkv.tune.shapes import model_of
 
     return _checked(model_of, text)
+
+
+def models(text: str) -> list[Model]:
+    """Models with commas between.
+
+    Example:
+        >>> [model.name for model in models("llama3-8b,gemma2-9b")]
+        ['llama3-8b', 'gemma2-9b']
+    """
+    return [model(name.strip()) for name in text.split(",")]
 
 
 def part(text: str) -> Part:
