@@ -99,6 +99,10 @@ def check(
 
     Raises:
         UnsupportedError: an unknown architecture, function or revision.
+
+    Example:
+        >>> check(["sm90"], folder=Path("a folder without tables"))
+        []
     """
     folder = configs_dir() if folder is None else folder
     archs, ops = ARCHS if archs is None else tuple(archs), tuple(OP_KINDS) if ops is None else tuple(ops)

@@ -103,6 +103,11 @@ def choose(op: str, arch: str, key: Key, programs: float, num_sms: int, keys: fl
 
     Returns:
         A table's config, or the default.
+
+    Example:
+        >>> key, default = Key(40, 40, "fp32", "fp32", rows=128, page=1), AttentionConfig(16, 16, 4, 1)
+        >>> choose("paged_decode", "gfx1201", key, programs=8, num_sms=64, keys=1000, default=default) == default
+        True
     """
     return choices_of(op, arch, key, lambda *_: default).pick(programs / num_sms, keys)
 

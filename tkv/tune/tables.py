@@ -33,7 +33,7 @@ class Bucket(NamedTuple):
     """Upper bounds of a size of work, each inclusive; None is open. Of a key's buckets the first that holds a call is its own.
 
     Attributes:
-        work: tiles of the key's rows over all sequences and KV heads, without splits over keys, per SM: see `tkv.tune.select.work_of`.
+        work: programs without splits over keys, as `tkv.tune.keys.programs_of` counts them, per SM.
         keys: visible keys of the longest sequence, as far as the host knows.
 
     Example:
