@@ -53,7 +53,18 @@ def test_help_names_every_command(capsys):
     with pytest.raises(SystemExit) as ended:
         cli.main(["--help"])
     assert ended.value.code == 0
-    assert "demo" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    names = [command.__name__.rpartition(".")[2] for command in cli.COMMANDS]
+    assert set(names) == {"demo", "doctor", "size", "tables", "inspect", "tune", "check", "merge"}
+    assert all(f"\n    {name} " in out for name in names)
+
+
+@pytest.mark.parametrize("command", cli.COMMANDS)
+def test_every_command_has_help(command, capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main([command.__name__.rpartition(".")[2], "--help"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.startswith("usage: tkv ")
 
 
 def test_demo_passes_its_arguments_on(environ, monkeypatch):
@@ -75,6 +86,7 @@ def test_demo_passes_its_arguments_on(environ, monkeypatch):
         (DemoError("no model"), 1, "no model"),
         (CommandError("no GPU"), 1, "tkv: no GPU\n"),
         (UnsupportedError("unknown arch"), 1, "tkv: unknown arch\n"),
+        (PermissionError(13, "Permission denied", "map.png"), 1, "tkv: map.png: Permission denied\n"),
         (KeyboardInterrupt(), 130, "interrupted"),
     ],
 )
@@ -127,7 +139,7 @@ def test_interpreter_where_there_is_no_gpu(gpu, before, after, environ, monkeypa
 
 
 def test_command_does_not_import_triton_before_it_has_chosen():
-    code = "import sys, tkv.cli; sys.exit('triton' in sys.modules)"
+    code = "import sys, tkv.cli; tkv.cli.build_parser(); sys.exit(bool({'triton', 'tkv.tune.compile'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], env={**os.environ, "TRITON_INTERPRET": "0"}).returncode == 0
 
 

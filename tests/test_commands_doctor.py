@@ -3,7 +3,6 @@
 import json
 import os
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy
@@ -163,15 +162,3 @@ def test_tables_of_the_gpu_or_its_family(tables, status, text, tmp_path, monkeyp
         path.touch()
     monkeypatch.setattr(sys.modules["tkv.tune.arch"], "configs_dir", lambda: tmp_path)
     assert list(doctor._tables([{"arch": "sm103"}])) == [doctor.Finding("tables", status, text)]
-
-
-@pytest.mark.parametrize(
-    ("text", "version"),
-    [
-        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 22:23:56 UTC 2024\nGCC version: 12.2", "550.54.15"),
-        ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.124.06  Release Build\n", "570.124.06"),
-    ],
-)
-def test_version_of_the_driver(text, version, monkeypatch):
-    monkeypatch.setattr(Path, "read_text", lambda path, encoding: text if "nvidia" in str(path) else "")
-    assert doctor._driver() == version

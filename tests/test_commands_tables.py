@@ -38,7 +38,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def explain(capsys, *argv):
-    assert main(["tables", "--json", *argv]) == 0
+    assert main(["tables", "--json", *argv]) == 0, capsys.readouterr().err
     return json.loads(capsys.readouterr().out)
 
 
@@ -114,6 +114,20 @@ def test_a_call_outside_of_the_tables_gets_the_default(folder, capsys):
     ]
 
 
+def test_a_call_may_be_described_as_for_inspect(folder, capsys):
+    words = ["format=int8/token_head", "group=4", "page_size=64", "window", "batch=4"]
+    flags = ["--format", "int8/token_head", "--group", "4", "--page-size", "64", "--window", "--batch=4", "--json", "--arch", "sm90"]
+    assert main(["tables", "--explain", "paged_decode", *flags]) == 0
+    assert json.loads(capsys.readouterr().out) == explain(capsys, "--arch", "sm90", "--explain", "paged_decode", *words)
+
+
+def test_explain_lists_what_describes_a_call(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["tables", "--explain", "paged_decode", "help"])
+    assert ended.value.code == 0
+    assert "--page-size" in capsys.readouterr().out
+
+
 def test_the_calls_own_config_comes_first(folder, capsys):
     found = explain(capsys, "--arch", "sm90", "--explain", "paged_decode", "format=int8/token_head", "config=block_n=16,num_warps=2")
     assert (found["config"]["block_n"], found["config"]["num_warps"]) == (16, 2)
@@ -153,7 +167,8 @@ def test_the_explanation_as_a_table(folder, capsys):
     [
         (["--arch", "sm91"], "unknown arch 'sm91'"),
         (["--op", "attention"], "attention"),
-        (["--explain"], "expected at least one argument"),
+        (["--explain"], "expected one of paged_decode"),
+        (["--explain", "paged_decode", "head_dim=64", "nonsense"], "nonsense"),
         (["--explain", "attention"], "expected one of paged_decode"),
         (["--explain", "paged_decode"], "give --arch"),
         (["--arch", "sm90", "--op", "key_scores", "--explain", "paged_decode"], "one function"),

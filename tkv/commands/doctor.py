@@ -134,26 +134,16 @@ def _gpus() -> Iterator[dict[str, Any]]:
         yield gpu
 
 
-def _driver() -> str | None:
-    """The version of the kernel's driver."""
-    for path, pattern in (("/proc/driver/nvidia/version", r"Kernel Module.*?\s(\d+\.[\d.]+)"), ("/sys/module/amdgpu/version", r"(\S+)")):
-        try:
-            match = re.search(pattern, Path(path).read_text(encoding="utf-8"))
-        except OSError:
-            continue
-        if match:
-            return match[1]
-    return None
-
-
 def _gpu_findings(gpus: list[dict[str, Any]], needs_gpu: bool) -> Iterator[Finding]:
+    from tkv.tune.runner import driver_version
+
     for gpu in gpus:
         shared = "" if gpu["shared_per_block"] is None else f", {bytes_text(gpu['shared_per_block'])} of shared memory a program"
         facts = f"{gpu['name']}, {gpu['arch']}, {gpu['sms']} SMs{shared}, {bytes_text(gpu['memory'])} of memory"
         name = f"gpu {gpu['index']}"
         yield Finding(name, "problem", f"{gpu['name']}: {gpu['problem']}") if gpu["problem"] else Finding(name, "ok", facts)
     if gpus:
-        yield Finding("driver", "ok", _driver() or "version unknown")
+        yield Finding("driver", "ok", driver_version() or "version unknown")
         return
     unused = [build for path, build in DRIVERS.items() if Path(path).exists()]
     if unused:

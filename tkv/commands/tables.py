@@ -35,12 +35,12 @@ def add(commands: Commands) -> None:
     tables.add_argument("--op", choices=OP_KINDS, action="append", help="may be repeated (default: all)")
     tables.add_argument("--dir", type=Path, metavar="FOLDER", help="tables of this folder instead of tkv's own")
     tables.add_argument(
-        "--explain", nargs="+", metavar=("OP", "SHAPE"),
-        help="where the call's configuration comes from. SHAPE: a model's name, and name=value for what differs from the defaults; "
-        "--explain OP help lists them",
+        "--explain", nargs=argparse.REMAINDER, metavar="OP",
+        help="where the configuration of a call comes from; behind OP a model's name, and name=value or --name value for what differs "
+        "from the defaults. --explain OP help lists them. It comes last",
     )  # fmt: skip
     tables.add_argument("--json", action="store_true", help="for machines")
-    tables.set_defaults(run=lambda args: _explain(args, tables) if args.explain else _coverage(args))
+    tables.set_defaults(run=lambda args: _coverage(args) if args.explain is None else _explain(args, tables))
 
 
 def _coverage(args: argparse.Namespace) -> int:
@@ -86,12 +86,12 @@ def _explain(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
 
     if args.op or (args.arch and len(args.arch) > 1):
         parser.error("argument --explain: it is about one function, which it names, and one --arch")
-    op, *words = args.explain
+    op, *words = args.explain or [""]
     if op not in OP_KINDS:
         parser.error(f"argument --explain: expected one of {', '.join(OP_KINDS)}, got {op!r}")
     call = _call(op, words, parser)
     try:
-        arch = args.arch[0] if args.arch else arch_of_device().name
+        arch = call.arch or (args.arch[0] if args.arch else arch_of_device().name)
     except TkvError:
         parser.error("this machine has no GPU that tkv knows: give --arch, such as --arch sm90")
     try:
@@ -102,7 +102,7 @@ def _explain(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     except TkvError as error:
         parser.error(f"argument --explain: {error}")
     chosen = next(row for row in candidates if row.outcome == "chosen")
-    if args.json:
+    if args.json or call.json:
         bucket = {"work": None if work == math.inf else work, "keys": None if keys == math.inf else keys}
         rows = [asdict(row) for row in candidates]
         print_json({"op": op, "arch": arch, "key": key._asdict(), **bucket, "config": asdict(chosen)["config"], "sources": rows})
@@ -127,7 +127,7 @@ class _Words(Parser):
     """A parser of the words after --explain, whose mistakes are those of the argument."""
 
     def __init__(self, op: str, outer: argparse.ArgumentParser) -> None:
-        usage = f"tkv tables --explain {op} [MODEL] [NAME=VALUE ...], names without the dashes"
+        usage = f"tkv tables --explain {op} [MODEL] [NAME=VALUE ...]"
         super().__init__(prog=f"tkv tables --explain {op}", usage=usage)
         self.outer = outer
 
@@ -140,6 +140,8 @@ def _call(op: str, words: Sequence[str], outer: argparse.ArgumentParser) -> argp
     from tkv.tune.shapes import MODELS
 
     parser = _Words(op, outer)
+    parser.add_argument("--arch", type=arch, help="the architecture (default: that of the GPU)")
+    parser.add_argument("--json", action="store_true", help="for machines")
     add_call(parser)
     parser.add_argument("--config", type=overrides, default={}, help="the call's own, as in config=block_n=64,num_warps=8")
     parser.set_defaults(window_keys=None)
@@ -156,15 +158,16 @@ def _call(op: str, words: Sequence[str], outer: argparse.ArgumentParser) -> argp
             group=shape.num_q_heads // shape.num_kv_heads, kv_heads=shape.num_kv_heads, window=None not in shape.windows,
             window_keys=shape.window,
         )  # fmt: skip
-    elif words and words[0] != "help" and "=" not in words[0] and words[0].replace("_", "-") not in (*FLAGS, "shared"):
+    elif words and _flag(words[0]) == words[0] and not words[0].startswith("-"):
         parser.error(f"expected a model ({', '.join(MODELS)}) or NAME=VALUE, got {words[0]!r}")
     return parser.parse_args([_flag(word) for word in words])
 
 
 def _flag(word: str) -> str:
-    """``head_dim=64`` as argparse takes it."""
-    name, equals, value = word.lstrip("-").partition("=")
-    return f"--{name.replace('_', '-')}{equals}{value}"
+    """``head_dim=64`` and ``window`` as argparse takes them; what has dashes, and the value of an option before it, as it is."""
+    name, equals, value = word.partition("=")
+    is_bare = not name.startswith("-") and (equals or name in (*FLAGS, "shared", "json", "help"))
+    return f"--{name.replace('_', '-')}{equals}{value}" if is_bare else word
 
 
 def _size(op: str, call: argparse.Namespace, arch: str) -> tuple[float, float]:
