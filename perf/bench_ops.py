@@ -152,7 +152,7 @@ def measure(todo: Iterable[Job], timer: Timer, device: torch.device, part: Part,
             continue
         try:
             for note, call in calls_of(job, device, part):
-                rows.append(row_of(job, note, call, Times.of(timer.measure(call.run)), part))
+                rows.append(row_of(job, note, call, Times.of(timer.measure(timer.captured(call.run))), part))
         except (TkvError, torch.OutOfMemoryError) as error:
             print(f"{job.op} {job.model} {job.format} {job.size}: left out, {error}", file=sys.stderr)
         longest = max(longest, time.monotonic() - start)
@@ -175,13 +175,14 @@ def plot(rows: list[dict[str, Any]], part: Part, title: str, path: Path) -> bool
     formats = list(dict.fromkeys(row["format"] for row in rows))
     colours = ["#6b6b6b", "#d95f02", "#1f78b4", "#7b3294", "#a6761d", "#1b9e77"]
     height = 0.8 / len(formats)
-    figure, axes = pyplot.subplots(figsize=(9, 1.5 + len(groups) * (0.25 + 0.14 * len(formats))), layout="constrained")
+    figure, axes = pyplot.subplots(figsize=(9, 1.2 + len(groups) * (0.12 + 0.09 * len(formats))), layout="constrained")
     for i, format in enumerate(formats):
         found = [(y, values[format]) for y, values in enumerate(groups.values()) if format in values]
         places = [y + (i - (len(formats) - 1) / 2) * height for y, _ in found]
         axes.barh(places, [gbps for _, gbps in found], height, color=colours[i % len(colours)], label=format)
     names = [f"{op}  {model}  {seqs} x {keys:,}{'  ' + note if note else ''}" for op, model, note, seqs, keys in groups]
     axes.set_yticks(range(len(groups)), names, fontsize=8)
+    axes.margins(y=0.01)
     axes.invert_yaxis()
     if part.gbps:
         axes.axvline(part.gbps, color="#333333", linewidth=1, linestyle="--", label=f"data sheet, {part.gbps:,.0f} GB/s")

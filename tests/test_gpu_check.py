@@ -159,6 +159,9 @@ class Counting:
     def __init__(self):
         self.calls = 0
 
+    def captured(self, call):
+        return call
+
     def measure(self, call, quick=False):
         call()
         self.calls += 1

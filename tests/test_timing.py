@@ -84,7 +84,7 @@ def test_each_run_is_flushed_for_outside_of_its_events_and_nothing_waits_in_betw
 
 def test_warming_up_ends_when_times_are_stable_or_time_is_over(timer, monkeypatch):
     batches, clock = iter([50.0, 40.0, 30.0, 30.1, 10.0]), iter(range(100))
-    monkeypatch.setattr(timer, "_timed", lambda replay, runs, cold: [next(batches)] * 3)
+    monkeypatch.setattr(timer, "_timed", lambda call, runs, cold: [next(batches)] * 3)
     monkeypatch.setattr(timing.time, "perf_counter", lambda: 0.01 * next(clock))
     assert timer._warm(None, seconds=10.0) == 30.1
     batches = iter([50.0, 40.0, 30.0, 20.0, 10.0])
@@ -108,5 +108,5 @@ import tkv.tune.timing
 def test_a_gpu_takes_longer_for_more_work():
     timer = CudaTimer()
     small, large = (torch.empty(size << 20, dtype=torch.uint8, device="cuda") for size in (16, 256))
-    quick, slow = (Times.of(timer.measure(lambda x=x: x.add_(1), quick=True)) for x in (small, large))
+    quick, slow = (Times.of(timer.measure(timer.captured(lambda x=x: x.add_(1)), quick=True)) for x in (small, large))
     assert 2 * quick.p50 < slow.p50 and 3 <= quick.runs <= QUICK_RUNS

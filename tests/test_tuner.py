@@ -2,7 +2,10 @@
 
 import functools
 import json
+import os
 import random
+import subprocess
+import sys
 import time
 from dataclasses import replace
 
@@ -15,7 +18,7 @@ from tkv.tune.blocklist import Blocklist
 from tkv.tune.configs import AttentionConfig
 from tkv.tune.keys import kernel_hash, key_of_shape
 from tkv.tune.results import Result, load_results, tables_of
-from tkv.tune.runner import Failed, GpuRunner, WatchedRunner, describe_run
+from tkv.tune.runner import MAX_REPLAYS, Failed, GpuRunner, WatchedRunner, describe_run
 from tkv.tune.shapes import Model, shapes_of
 from tkv.tune.tables import Bucket, Compiled, Run, TableError
 from tkv.tune.timing import Times
@@ -427,8 +430,6 @@ class Real(FakeRunner):
             if fault == "hang":
                 time.sleep(60)
             if fault == "crash":
-                import os
-
                 os._exit(3)
             raise {"error": RuntimeError("an illegal memory access"), "wrong": Failed("wrong output", "out")}[fault]
         super().check(config, limit)
@@ -489,8 +490,63 @@ def test_without_a_gpu_there_is_nothing_to_measure_on():
         GpuRunner()
 
 
+@pytest.mark.compile
+@pytest.mark.parametrize("arch", ["sm90", "gfx942"])
+def test_what_compiling_gave_is_read_from_the_machine_code(arch):
+    code = f"""
+from tkv.tune.cases import Case, launch_of
+from tkv.tune.compile import compile_launch, report
+from tkv.tune.runner import compiled_of
+case = Case("merge")
+launch = launch_of(case, "{arch}")
+found, wanted = compiled_of(compile_launch(launch, "{arch}"), "{arch}", launch.num_warps), report(case, "{arch}")
+assert (found.registers, found.spills, found.shared) == (wanted.registers, wanted.spills, wanted.shared), found
+assert found.registers > 16 and found.ctas_per_sm > 0
+"""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.compile
+def test_configs_are_compiled_in_parallel_by_the_very_path_of_a_launch():
+    code = """
+import torch
+from dataclasses import replace
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from tkv.tune.problem import build
+from tkv.tune.runner import GpuRunner
+from tkv.tune.shapes import shapes_of
+
+class Driver:
+    get_current_device = get_current_stream = lambda *args: 0
+    get_current_target = lambda self: GPUTarget("cuda", 90, 32)
+
+driver.set_active(Driver())
+runner = GpuRunner("cpu", timer=object())
+runner.problem = build(shapes_of("gpt-oss-20b", batches=[2], lengths=[1024])[0], "meta")
+configs = [replace(runner.problem.default, block_n=block_n) for block_n in (32, 64)]
+runner.prepare(configs)
+kernels = runner.problem.launches(configs[0])[0][0].kernel.device_caches[0][0]
+assert len(kernels) == 2 and all(type(kernel).__name__ == "CompiledKernel" for kernel in kernels.values()), kernels
+small, large = map(runner.compiled, configs)
+assert 0 < small.shared < large.shared and small.registers <= large.registers and not small.spills
+"""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 class Stopwatch:
-    """A timer that runs the call once and believes that configs with larger tiles are faster."""
+    """A timer that runs each call once, and notes what it was to capture."""
+
+    def __init__(self):
+        self.captures = []
+
+    def captured(self, call):
+        self.captures.append(call)
+        return call
 
     def measure(self, call, quick=False):
         call()
@@ -513,6 +569,20 @@ def test_real_kernels_are_checked_against_the_default_and_timed(small):
     config = replace(default, block_n=32, split_len=32)
     runner.check(config)
     assert runner.time(config) == [5.0, 6.0, 7.0] and runner.problem.default == default
+
+
+def test_calls_are_captured_once_while_few_configs_take_turns_and_not_kept_for_another_shape(small):
+    runner, shape, default = small
+    configs = [default, *(replace(default, block_n=block_n, num_stages=stages) for block_n in (16, 32) for stages in (1, 3, 4, 5))]
+    for config in configs[:5] * 3:
+        runner.time(config)
+    assert len(runner.timer.captures) == 5
+    for config in configs:
+        runner.time(config)
+    assert len(runner.timer.captures) == len(configs) and len(runner.replays) == MAX_REPLAYS
+    runner.open(shape)
+    runner.time(configs[-1])
+    assert len(runner.timer.captures) == len(configs) + 1
 
 
 def test_a_config_that_writes_nothing_is_wrong_even_where_memory_holds_the_right_result(small, monkeypatch):

@@ -1,7 +1,7 @@
 """Microseconds of GPU work: cold caches, warm clocks, and quantiles instead of one number.
 
 Between two runs a buffer larger than all caches of the part is written, so that each run reads its keys from memory, as a decoding step
-of an engine does. A run is replayed as a CUDA graph where it can be captured: host time stays out of the measurement.
+of an engine does. A call is replayed as a CUDA graph where it can be captured: the host's time stays out of the measurement.
 """
 
 from __future__ import annotations
@@ -30,6 +30,10 @@ STABLE = 0.02
 
 class Timer(Protocol):
     """What the tuner needs of a clock."""
+
+    def captured(self, call: Callable[[], Any]) -> Callable[[], Any]:
+        """The same work as `call`, with as little of the host's time as can be."""
+        ...
 
     def measure(self, call: Callable[[], Any], quick: bool = False) -> list[float]:
         """Microseconds of each of several runs of `call`; fewer runs if `quick`."""
@@ -132,11 +136,27 @@ class CudaTimer:
         self.device = torch.device("cuda", index)
         self.buffer = torch.empty(flush_bytes(part) // 4, dtype=torch.int32, device=self.device)
 
+    def captured(self, call: Callable[[], Any]) -> Callable[[], Any]:
+        """A replay of `call` as a CUDA graph, or `call` itself where it cannot be captured. It is called once before."""
+        import torch
+
+        with torch.cuda.device(self.device):
+            call()
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            try:
+                with torch.cuda.graph(graph):
+                    call()
+            except RuntimeError:
+                torch.cuda.synchronize()
+                return call
+        return graph.replay
+
     def measure(self, call: Callable[[], Any], quick: bool = False) -> list[float]:
         """Microseconds of each run of `call`.
 
         Args:
-            call: puts work on the current stream; it must not wait for it. It is captured as a graph if it can be.
+            call: puts work on the current stream, without waiting for it; best what `captured` gives.
             quick: fewer runs, and only a short warming up.
 
         Returns:
@@ -145,22 +165,19 @@ class CudaTimer:
         import torch
 
         with torch.cuda.device(self.device):
-            call()
-            torch.cuda.synchronize()
-            replay = captured(call)
-            one = self._warm(replay, WARM_SECONDS / 10 if quick else WARM_SECONDS)
+            one = self._warm(call, WARM_SECONDS / 10 if quick else WARM_SECONDS)
             runs, seconds = (QUICK_RUNS, QUICK_SECONDS) if quick else (FULL_RUNS, FULL_SECONDS)
-            return self._timed(replay, runs_within(one, runs, seconds), cold=True)
+            return self._timed(call, runs_within(one, runs, seconds), cold=True)
 
-    def _warm(self, replay: Callable[[], Any], seconds: float) -> float:
+    def _warm(self, call: Callable[[], Any], seconds: float) -> float:
         """Work until times are stable, at most so long; gives the time of a run with a warm cache."""
         end = time.perf_counter() + seconds
-        last, now = math.inf, min(self._timed(replay, 3, cold=False))
+        last, now = math.inf, min(self._timed(call, 3, cold=False))
         while time.perf_counter() < end and not is_stable(last, now):
-            last, now = now, quantile(self._timed(replay, runs_within(now, 16, seconds / 8), cold=False), 0.5)
+            last, now = now, quantile(self._timed(call, runs_within(now, 16, seconds / 8), cold=False), 0.5)
         return now
 
-    def _timed(self, replay: Callable[[], Any], runs: int, cold: bool) -> list[float]:
+    def _timed(self, call: Callable[[], Any], runs: int, cold: bool) -> list[float]:
         import torch
 
         events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(runs)]
@@ -171,21 +188,7 @@ class CudaTimer:
             if cold:
                 self.buffer.zero_()
             start.record()
-            replay()
+            call()
             end.record()
         torch.cuda.synchronize()
         return [start.elapsed_time(end) * 1e3 for start, end in events]
-
-
-def captured(call: Callable[[], Any]) -> Callable[[], Any]:
-    """A replay of `call` as a CUDA graph, or `call` itself where it cannot be captured."""
-    import torch
-
-    graph = torch.cuda.CUDAGraph()
-    try:
-        with torch.cuda.graph(graph):
-            call()
-    except RuntimeError:
-        torch.cuda.synchronize()
-        return call
-    return graph.replay

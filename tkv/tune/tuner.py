@@ -334,7 +334,7 @@ def tune(
     Args:
         shapes, out, budget_s, resume, progress, note: as there.
         device: ``"cuda:1"``; the current GPU if None.
-        candidates: configs to try for (op, key, architecture); those of `tkv.tune.offline` if None.
+        candidates: configs to try for (op, key, architecture); all of `tkv.tune.offline` if None.
 
     Returns:
         The tuner, with its results and failures.
@@ -351,7 +351,7 @@ def tune(
     if candidates is None:
         from tkv.tune import offline
 
-        candidates = offline.candidates
+        candidates = partial(offline.candidates, wide=True)
     tuner = Tuner(WatchedRunner(partial(GpuRunner, device)), candidates, arch, run, out)
     tuner.note = note or tuner.note
     tuner.tune(shapes, budget_s, resume, progress)
