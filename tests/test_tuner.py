@@ -246,6 +246,23 @@ def test_no_shape_takes_the_time_of_those_behind_it(tmp_path):
     assert len(results) == len(SHAPES) and all(0 < result.left < 28 for result in results)
 
 
+def test_of_many_shapes_in_a_small_budget_the_first_are_measured_well(tmp_path):
+    configs = [AttentionConfig(16, 16 << i % 4, 4, 1 + i // 4) for i in range(28)]
+    results = tuner_of(tmp_path, FakeRunner(lambda shape, config: 100.0, step=0.02), configs).tune(SHAPES, 8.0)
+    assert 1 <= len(results) < len(SHAPES) and results[0].tried > 20
+
+
+def test_rounds_count_up_to_the_last_in_which_all_were_timed(tmp_path):
+    class Late(FakeRunner):
+        def time(self, config, limit):
+            if config == DEFAULT and self.count("time", DEFAULT) == ROUNDS:
+                raise Failed("launch", "busy")
+            return super().time(config, limit)
+
+    _, (result,) = tune_one(tmp_path, Late({DEFAULT: 100.0, FAST: 80.0}), (FAST,))
+    assert result.default_us.runs == result.best_us.runs == ROUNDS - 1 and result.failed == 0
+
+
 def test_time_that_a_shape_leaves_over_goes_to_the_next(tmp_path):
     configs = [AttentionConfig(16, 16 << i % 4, 4, 1 + i // 4) for i in range(28)]
     few = {key_of_shape(SHAPES[0])}
@@ -407,6 +424,10 @@ def test_amounts_of_work_with_the_same_winners_are_one_bucket():
     (table,) = tables_of("sm90", results, [RUN])
     work = pytest.approx((32 * 128) ** 0.5 / 132, rel=0.01)
     assert [(e.bucket.work, e.bucket.keys, e.config) for e in table.entries] == [(work, 2896, None), (work, None, FAST), (None, None, None)]
+
+
+def test_a_winner_whose_registers_could_not_be_read_is_in_no_table():
+    assert tables_of("sm90", [replace(result_of(SHAPES[0], FAST), compiled=None)], [RUN]) == []
 
 
 def test_each_op_has_a_table_of_its_own_with_the_runs_that_it_needs():
