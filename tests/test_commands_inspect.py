@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from argparse import Namespace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import torch
 from tkv.cli import build_parser, main
 from tkv.commands import cases
 from tkv.tune import compile as compiling
+from tkv.tune import select, tables
 from tkv.tune.arch import ARCHS
 from tkv.tune.cases import Case, launch_of
 from tkv.tune.compile import Report, config_of
@@ -138,6 +140,27 @@ def test_the_config_is_the_one_that_the_function_takes(compiled, capsys):
     assert (found["arch"], found["config_from"]) == ("sm90", "analytic default")
     assert compiled == [(Case("decode"), "sm90", None)]
     assert AttentionConfig(**found["config"]) == config_of(launch_of(Case("decode"), "sm90"))
+
+
+def test_the_config_of_a_table_is_named(compiled, monkeypatch, tmp_path, capsys):
+    config, entry = AttentionConfig(16, 32, 4, 3), tables.Compiled("3.9.0", 100, 0, 30000, 3)
+    key = Key(128, 128, "bf16", "bf16", 16, 16)
+    entries = [
+        tables.Entry(key, tables.Bucket(0.2), replace(config, num_warps=2), "modelled", entry),
+        tables.Entry(key, tables.Bucket(1.0), config, "modelled", entry),
+        tables.Entry(key, tables.Bucket(), None, "modelled", None),
+    ]
+    path = tables.table_path(tmp_path, "sm90", "paged_decode")
+    tables.dump(tables.Table.make("paged_decode", "sm90", entries), path)
+    monkeypatch.setenv("TKV_CONFIG_DIR", str(tmp_path))
+    select.forget()
+    try:
+        _, found = inspect(capsys, "paged_decode", "--arch", "sm90")
+        assert (AttentionConfig(**found["config"]), found["config_from"]) == (config, f"{path} (modelled)")
+        _, found = inspect(capsys, "paged_decode", "--arch", "sm90", "--head-dim", "64")
+        assert found["config_from"] == "analytic default"
+    finally:
+        select.forget()
 
 
 def test_one_table_for_all_architectures(compiled, capsys):

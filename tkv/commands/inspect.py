@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from tkv.commands import Commands
 from tkv.commands.arguments import arch, part, positive
-from tkv.commands.cases import INSPECTED_OPS, add_call, case_of, config_text, config_with, key_of, overrides
+from tkv.commands.cases import INSPECTED_OPS, add_call, case_of, config_text, config_with, key_of, overrides, programs
 from tkv.commands.output import Progress, bytes_text, print_json, print_table
 from tkv.errors import TkvError, UnsupportedError
 from tkv.tune.configs import AttentionConfig
@@ -149,18 +149,23 @@ def _loop(report: Report, part: Part | None) -> dict[str, Any] | None:
 
 def _origin(report: Report, args: argparse.Namespace) -> str | None:
     """Where the config came from."""
+    import torch
+
+    from tkv.ops.launch import num_sms
+    from tkv.tune.cases import MAX_PAGES, NUM_KV_HEADS, NUM_SEQS
     from tkv.tune.select import explain
 
     if report.config is None:
         return None
     if args.config:
         return "--config"
+    work = programs(args.op, report.case, NUM_SEQS, NUM_KV_HEADS) / num_sms(torch.device("meta"))
     # What a launch does not show is left out.
     launched = replace(report.config, split_len=None)
-    for row in explain(args.op, key_of(args.op, report.case), report.arch):
+    for row in explain(args.op, key_of(args.op, report.case), report.arch, work=work, keys=MAX_PAGES * report.case.page_size):
         if row.config is not None and row.outcome != "rejected" and replace(row.config, split_len=None) == launched:
             return "analytic default" if row.source == "default" else f"{row.source} ({row.origin})"
-    return "analytic default"
+    return "a table"
 
 
 def _row(numbers: dict[str, Any]) -> dict[str, object]:

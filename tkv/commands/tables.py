@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, NoReturn
 
 from tkv.commands import CommandError, Commands, Parser
 from tkv.commands.arguments import arch, positive
-from tkv.commands.cases import FLAGS, Q_LENS, add_call, case_of, config_text, config_with, key_of, overrides
+from tkv.commands.cases import FLAGS, add_call, case_of, config_text, config_with, key_of, overrides, programs
 from tkv.commands.output import print_json, print_table
 from tkv.errors import TkvError
 from tkv.tune.arch import configs_dir, parts
-from tkv.tune.keys import MAX_SCORE_ROWS, OP_KINDS, programs_of
+from tkv.tune.keys import OP_KINDS
 
 if TYPE_CHECKING:
+    from tkv.tune.cases import Case
     from tkv.tune.select import Coverage
 
 
@@ -95,8 +96,9 @@ def _explain(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     except TkvError:
         parser.error("this machine has no GPU that tkv knows: give --arch, such as --arch sm90")
     try:
-        key = key_of(op, case_of(op, call))
-        work, keys = _size(op, call, arch)
+        case = case_of(op, call)
+        key = key_of(op, case, call.batch)
+        work, keys = _size(op, case, call, arch)
         config = config_with(default_config(op, arch, key), call.config, op) if call.config else None
         candidates = explain(op, key, arch, work=work, keys=keys, config=config)
     except TkvError as error:
@@ -170,21 +172,13 @@ def _flag(word: str) -> str:
     return f"--{name.replace('_', '-')}{equals}{value}" if is_bare else word
 
 
-def _size(op: str, call: argparse.Namespace, arch: str) -> tuple[float, float]:
+def _size(op: str, case: Case, call: argparse.Namespace, arch: str) -> tuple[float, float]:
     """Work per SM and keys of a call, by which a bucket is found; infinite, which is the last bucket, where they are not given."""
-    q_len = call.q_len or Q_LENS.get(op, 1)
     keys = call.tokens or math.inf
     if call.window and call.window_keys and op in ("paged_decode", "prefix_prefill"):
-        keys = min(keys, call.window_keys + q_len - 1)
-    if call.batch is None:
-        return math.inf, keys
-    rows, total = call.group * q_len, call.batch * call.group * q_len
-    if op == "shared_prefix_decode":
-        rows = total
-    elif op == "key_scores":
-        rows = call.group * min(q_len, MAX_SCORE_ROWS)
+        keys = min(keys, call.window_keys + case.q_len - 1)
     sms = call.sms or next((part.sms for part in parts() if part.arch == arch), 132)
-    return programs_of(op, call.batch, call.kv_heads, rows, total) / sms, keys
+    return math.inf if call.batch is None else programs(op, case, call.batch, call.kv_heads) / sms, keys
 
 
 def _size_text(work: float, keys: float) -> str:
