@@ -30,7 +30,7 @@ def mass_of(
     """(what a block of rows gives to the keys from `first_key` on, which of them some row sees), [BLOCK_N]."""
     turns, base = turns_of(positions, bounds, kv_start, limits, PART, ATTEND)
     q, q_sum, raw_scale = load_query(q_row_ptrs, in_rows, scale, cache.k, head, turns, rope, ATTEND.DTYPE, K, ROPE, TARGET)
-    x, _, seen, _, _, _ = score_tile(
+    x, _, seen, _, _, _, _ = score_tile(
         q, q_sum, raw_scale, positions, slopes, tree, cache, table_row, num_pages, head, kv_start, bounds, limits, (rope, base), first_key,
         True, ATTEND, K, ROPE, TARGET,
     )  # fmt: skip

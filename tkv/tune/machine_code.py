@@ -14,6 +14,7 @@ from functools import lru_cache
 from pathlib import Path
 
 MATRIX = re.compile(r"^(HMMA|IMMA|QMMA|HGMMA|IGMMA|QGMMA|UTC\w*MMA|v_mfma|v_wmma|v_smfmac)")
+ASYNC_COPY = re.compile(r"^(LDGSTS|UBLKCP|UTMALDG)")
 # What an instruction keeps busy beside a slot to issue it, the first that matches; else "int", or "scalar" where AMD issues it apart.
 CLASSES = {
     "matrix": MATRIX,
@@ -181,8 +182,8 @@ def main_loop(instructions: list[Instruction]) -> list[Instruction]:
             if matrix:
                 loops.append((instruction.target, instruction.address, matrix, body))
     inner = [loop for loop in loops if not any(other is not loop and loop[0] <= other[0] and other[1] <= loop[1] for other in loops)]
-    # Of equal ones the shorter: it is the one without masks.
-    return max(inner, key=lambda loop: (loop[2], -len(loop[3])), default=(0, 0, 0, []))[3]
+    # Of equal ones that which copies ahead, then the shorter: it is the one without masks.
+    return max(inner, key=lambda loop: (loop[2], any(ASYNC_COPY.match(i.name) for i in loop[3]), -len(loop[3])), default=(0, 0, 0, []))[3]
 
 
 def mix(instructions: list[Instruction]) -> Counter[str]:

@@ -241,13 +241,12 @@ def unpack_packed(words, STORAGE: tl.constexpr, TARGET: tl.constexpr):
     elif TARGET.E4M3:
         return tl.inline_asm_elementwise(
             """{
-            .reg .b16 first, second;
-            .reg .b32 a, b;
-            mov.b32 {first, second}, $2;
-            cvt.rn.f16x2.e4m3x2 a, first;
-            cvt.rn.f16x2.e4m3x2 b, second;
-            prmt.b32 $0, a, b, 0x5410;
-            prmt.b32 $1, a, b, 0x7632;
+            .reg .b16 low, high;
+            .reg .b32 sorted;
+            prmt.b32 sorted, $2, 0, 0x3120;
+            mov.b32 {low, high}, sorted;
+            cvt.rn.f16x2.e4m3x2 $0, low;
+            cvt.rn.f16x2.e4m3x2 $1, high;
             }""",
             "=r,=r,r",
             [words],

@@ -11,16 +11,38 @@ from tkv.kernels.tiles.rope import load_angles, partner_of
 
 
 @triton.jit
+def load_of_keys(ptrs, seen):
+    """A number of each key of a tile, [BLOCK_N]; 0 for keys that are not seen. If `seen` is None, all are."""
+    if seen is None:
+        return tl.load(ptrs)
+    else:
+        return tl.load(ptrs, mask=seen, other=0)
+
+
+@triton.jit
+def load_tile(ptrs, seen, in_row, TRANSPOSED: tl.constexpr, IS_WHOLE: tl.constexpr):
+    """The same for [BLOCK_N, columns], or transposed; 0 in columns that are not in the row too. IS_WHOLE: all of them are."""
+    if seen is None and IS_WHOLE:
+        return tl.load(ptrs)
+    else:
+        mask = in_row[:, None] if TRANSPOSED else in_row[None, :]
+        if seen is not None:
+            mask = mask & (seen[None, :] if TRANSPOSED else seen[:, None])
+        return tl.load(ptrs, mask=mask, other=0)
+
+
+@triton.jit
 def load_columns(stored, offsets, head, seen, columns, in_row, TRANSPOSED: tl.constexpr, STORAGE: tl.constexpr):
-    """Words of a tile of keys at some columns, [BLOCK_N, columns] or transposed; 0 for keys that are not seen."""
+    """Words of a tile of keys at some columns."""
     # Strides such as 40 words are no multiple of 16, so the compiler has to be told that rows are aligned.
     ALIGN: tl.constexpr = STORAGE.ALIGN
+    IS_WHOLE: tl.constexpr = columns.shape[0] == STORAGE.DIM // STORAGE.PLANES
     base = stored.ptr + tl.multiple_of(head * stored.strides.head, ALIGN)
     offsets = tl.multiple_of(offsets, ALIGN)
     if TRANSPOSED:
-        return tl.load(base + (columns[:, None] + offsets[None, :]), mask=in_row[:, None] & seen[None, :], other=0)
+        return load_tile(base + (columns[:, None] + offsets[None, :]), seen, in_row, True, IS_WHOLE)
     else:
-        return tl.load(base + (offsets[:, None] + columns[None, :]), mask=seen[:, None] & in_row[None, :], other=0)
+        return load_tile(base + (offsets[:, None] + columns[None, :]), seen, in_row, False, IS_WHOLE)
 
 
 @triton.jit
@@ -34,34 +56,34 @@ def load_words(stored, offsets, head, seen, RUN: tl.constexpr, TRANSPOSED: tl.co
 def load_token_scales(stored, pages, rows, head, seen, STORAGE: tl.constexpr):
     """(scales, minima), [BLOCK_N] float32: where they are folded, one a token and head; 0 for keys that are not seen."""
     base = stored.scale_ptr + head * stored.scale_strides.head
-    words = tl.load(base + offsets_of(pages, rows, stored.scale_strides), mask=seen, other=0)
+    words = load_of_keys(base + offsets_of(pages, rows, stored.scale_strides), seen)
     if STORAGE.ASYMMETRIC:
         scales, minima = codec.split_pair(words)
         return scales.to(tl.float32), minima.to(tl.float32)
     else:
-        return words, tl.zeros([seen.shape[0]], tl.float32)
+        return words, tl.zeros([words.shape[0]], tl.float32)
 
 
 @triton.jit
 def load_scales(stored, pages, rows, head, seen, num_pages, dims, in_row, TRANSPOSED: tl.constexpr, STORAGE: tl.constexpr):
     """Scale words that go with some dims of a tile of keys, in a shape that broadcasts to it."""
     base = stored.scale_ptr + head * stored.scale_strides.head
+    IS_WHOLE: tl.constexpr = dims.shape[0] == STORAGE.DIM // STORAGE.PLANES
     if STORAGE.SCALE == "page_channel":
         if pages.type.is_block():
-            columns = dims[:, None] + (pages * stored.scale_strides.page)[None, :]
-            return tl.load(base + columns, mask=in_row[:, None] & seen[None, :], other=0)
+            return load_tile(base + (dims[:, None] + (pages * stored.scale_strides.page)[None, :]), seen, in_row, True, IS_WHOLE)
         else:
             in_page = in_row & (pages >= 0) & (pages < num_pages)
             return tl.load(base + pages * stored.scale_strides.page + dims, mask=in_page, other=0)[:, None]
     else:
         offsets = base + offsets_of(pages, rows, stored.scale_strides)
         if STORAGE.SCALE == "token_head":
-            words = tl.load(offsets, mask=seen, other=0)
+            words = load_of_keys(offsets, seen)
             return words[None, :] if TRANSPOSED else words[:, None]
         elif TRANSPOSED:
-            return tl.load(offsets[None, :] + (dims // STORAGE.GROUP)[:, None], mask=in_row[:, None] & seen[None, :], other=0)
+            return load_tile(offsets[None, :] + (dims // STORAGE.GROUP)[:, None], seen, in_row, True, IS_WHOLE)
         else:
-            return tl.load(offsets[:, None] + (dims // STORAGE.GROUP)[None, :], mask=seen[:, None] & in_row[None, :], other=0)
+            return load_tile(offsets[:, None] + (dims // STORAGE.GROUP)[None, :], seen, in_row, False, IS_WHOLE)
 
 
 @triton.jit
@@ -73,7 +95,7 @@ def load_piece_scales(stored, pages, rows, head, seen, num_pages, PIECE: tl.cons
     IS_ONE: tl.constexpr = STORAGE.PLANES == 4 and STORAGE.RUNS == 1 and FIRST // STORAGE.GROUP == LAST // STORAGE.GROUP
     if STORAGE.SCALE == "group" and IS_ONE:
         offsets = stored.scale_ptr + head * stored.scale_strides.head + offsets_of(pages, rows, stored.scale_strides)
-        words = tl.load(offsets + FIRST // STORAGE.GROUP, mask=seen, other=0)
+        words = load_of_keys(offsets + FIRST // STORAGE.GROUP, seen)
         return words[None, :] if TRANSPOSED else words[:, None]
     else:
         return load_scales(stored, pages, rows, head, seen, num_pages, dims, in_row, TRANSPOSED, STORAGE)

@@ -29,6 +29,32 @@ def locate(first_key, seen, where, num_pages, PAGE_SIZE: tl.constexpr, BLOCK_N: 
 
 
 @triton.jit
+def locate_all(first_key, where, num_pages, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The same for a tile of which every key is seen: (pages, rows, 1 where a page id is outside of the cache, which page 0 stands in for)."""
+    keys = first_key + tl.arange(0, BLOCK_N)
+    if PAGE_SIZE == 0:
+        return where, keys.to(tl.int64), none_missing(PAGE_SIZE, BLOCK_N)
+    else:
+        if PAGE_SIZE % BLOCK_N == 0:
+            pages = tl.load(where + first_key // PAGE_SIZE)
+            rows = first_key % PAGE_SIZE + tl.arange(0, BLOCK_N)
+        else:
+            pages = tl.load(where + keys // PAGE_SIZE)
+            rows = keys % PAGE_SIZE
+        exists = (pages >= 0) & (pages < num_pages)
+        return tl.where(exists, pages, 0).to(tl.int64), rows.to(tl.int64), tl.where(exists, 0, 1)
+
+
+@triton.jit
+def none_missing(PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """What `locate_all` says of a tile whose pages all exist."""
+    if PAGE_SIZE % BLOCK_N == 0:
+        return tl.full([], 0, tl.int32)
+    else:
+        return tl.zeros([BLOCK_N], tl.int32)
+
+
+@triton.jit
 def offsets_of(pages, rows, strides):
     """Offsets of tokens in a paged tensor, [BLOCK_N] int64, without the head."""
     return pages * strides.page + rows * strides.token

@@ -1,7 +1,7 @@
 """Online softmax and the merge of partial results: s = ln sum e^x, v = sum e^(x - s) v.
 
-A row's scores are kept *raw*: `x * scale` is the score in units of log2, with one positive scale a row. Raw maxima are exact, so that
-`x - best` is at most 0 and a lifted probability at most 2^LIFT, however large the scores are.
+A row's scores are kept *raw*: `x * scale` is the score in units of log2, with one positive scale a row. Raw maxima are exact, and
+`shift_of` them is rounded down, so that a lifted probability is at most 2^LIFT, however large the scores are.
 """
 
 import triton
@@ -18,23 +18,22 @@ def anchor_of(best):
 
 
 @triton.jit
-def softmax_step(x, best, total, scale, LIFT: tl.constexpr, IS_PRODUCT: tl.constexpr):
+def shift_of(best, scale, LIFT: tl.constexpr):
+    """What is added to scores in units of log2 before they are exponents: LIFT - best, a little less where rounding could lift the sum."""
+    most = anchor_of(best) * scale
+    return LIFT - (most + tl.abs(most) * 2.384185791015625e-07)
+
+
+@triton.jit
+def softmax_step(x, best, total, scale, LIFT: tl.constexpr):
     """Probabilities of a tile of raw scores, times 2^LIFT, and the state of the rows after it.
 
     Returns (p [BLOCK_M, BLOCK_N], decay of what was summed before, new best, new total).
     """
     new_best = tl.maximum(best, tl.max(x, axis=1))
-    anchor = anchor_of(new_best)
-    if LIFT == 0:
-        # One instruction a score. Its rounding may lift p a little above 1, which only float16 could not take.
-        p = tl.exp2(x * scale[:, None] - (anchor * scale)[:, None])
-    else:
-        below = x - anchor[:, None]
-        if IS_PRODUCT:
-            # x is a product, and the compiler may fuse it into the subtraction: then its rounding error is left over.
-            below = tl.minimum(below, 0.0)
-        p = tl.exp2(below * scale[:, None] + LIFT)
-    decay = tl.exp2((best - anchor) * scale)
+    shift = shift_of(new_best, scale, LIFT)
+    p = tl.exp2(x * scale[:, None] + shift[:, None])
+    decay = tl.where(best == -float("inf"), 0.0, tl.exp2(shift - shift_of(best, scale, LIFT)))
     return p, decay, new_best, total * decay + tl.sum(p, axis=1)
 
 
@@ -43,7 +42,7 @@ def lse_of(best, total, scale, LIFT: tl.constexpr):
     """Natural-log LSE of rows, -inf where nothing was seen."""
     # NaN is not 0: what is not finite shows.
     seen = total != 0
-    return tl.where(seen, (best * scale + tl.log2(tl.where(seen, total, 1.0)) - LIFT) * LN_2, -float("inf"))
+    return tl.where(seen, (tl.log2(tl.where(seen, total, 1.0)) - shift_of(best, scale, LIFT)) * LN_2, -float("inf"))
 
 
 @triton.jit
