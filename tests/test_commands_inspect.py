@@ -204,6 +204,7 @@ def test_a_kernel_that_does_not_compile_is_a_problem(monkeypatch, capsys):
     assert capsys.readouterr().out.count("does not compile: no such instruction") == len(ARCHS)
 
 
+@pytest.mark.compile
 def test_a_real_kernel_of_two_architectures(tmp_path):
     """In a process of its own, as a user runs it: no GPU, and the interpreter chosen by the command line."""
     environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {"TKV_CACHE_DIR": str(tmp_path)}
