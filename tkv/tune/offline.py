@@ -28,16 +28,18 @@ MAX_TIME = 0.95
 # Configs this close to a size's best one count as equal: of them that is taken which is best over all sizes.
 CLOSE = 1.02
 
+# A kernel takes seconds to compile: the classes of decode that are met most have all formats, the others one of each kind.
 FORMATS = ("bf16", "fp16", "fp8_e4m3/tensor", "fp8_e4m3/token_head", "int8/token_head", "int4/token_head", "int4/group32")
+MAIN_FORMATS = ("bf16", "fp8_e4m3/tensor", "int8/token_head", "int4/group32")
 LATENT_FORMATS = ("bf16", "fp8_e4m3/tensor", "fp8_e4m3/token_head")
 DIMS = ((64, 64), (128, 128), (256, 256))
-LATENT = (576, 512)
-# (rows, page) of each op's keys.
-CLASSES = {
-    "paged_decode": ((16, 16), (16, 64), (32, 16)),
-    "prefix_prefill": ((128, 16),),
-    "shared_prefix_decode": ((128, 16),),
-    "key_scores": ((128, 16),),
+UNEVEN, LATENT = (192, 128), (576, 512)
+# (dims, formats, rows, page) of each op's keys.
+CLASSES: dict[str, tuple[tuple[tuple[tuple[int, int], ...], tuple[str, ...], int, int], ...]] = {
+    "paged_decode": (((*DIMS, UNEVEN), FORMATS, 16, 16), (DIMS[:2], MAIN_FORMATS, 16, 64), (DIMS, MAIN_FORMATS, 32, 16)),
+    "prefix_prefill": ((DIMS, MAIN_FORMATS, 128, 16),),
+    "shared_prefix_decode": ((DIMS, MAIN_FORMATS, 128, 16),),
+    "key_scores": ((DIMS, MAIN_FORMATS, 128, 16),),
 }
 # Sequences and keys of the calls that a table's buckets are made of.
 BATCHES = {"paged_decode": (1, 16, 128), "prefix_prefill": (1, 8), "shared_prefix_decode": (16, 128), "key_scores": (1, 16)}
@@ -53,19 +55,22 @@ def keys_of(op: str) -> list[Key]:
         op: one of ``tkv.tune.keys.OP_KINDS``.
 
     Returns:
-        Head dims 64, 128 and 256 x `FORMATS` x the op's row and page classes, for decode also 192/128 and latent attention.
+        Head dims 64, 128 and 256 x formats x the row and page classes of `CLASSES`, for decode also 192/128 and latent attention.
 
     Raises:
         UnsupportedError: an op without tunables.
 
     Example:
-        >>> len(keys_of("prefix_prefill")), keys_of("prefix_prefill")[0].name
-        (21, 'd64 bf16 bf16 r128 p16')
+        >>> len(keys_of("paged_decode")), len(keys_of("prefix_prefill")), keys_of("prefix_prefill")[0].name
+        (54, 12, 'd64 bf16 bf16 r128 p16')
     """
     check_op(op)
-    dims = (*DIMS, (192, 128)) if op == "paged_decode" else DIMS
-    of_dims = [(dims, kind) for dims in dims for kind in FORMATS]
-    found = [Key(*both, "fp16" if kind == "fp16" else "bf16", kind, rows, page) for both, kind in of_dims for rows, page in CLASSES[op]]
+    found = [
+        Key(*both, "fp16" if kind == "fp16" else "bf16", kind, rows, page)
+        for dims, kinds, rows, page in CLASSES[op]
+        for both in dims
+        for kind in kinds
+    ]
     if op == "paged_decode":
         found += [Key(*LATENT, "bf16", kind, rows, 64, ("shared",)) for kind in LATENT_FORMATS for rows in (16, 128)]
     return found
