@@ -18,7 +18,7 @@ from tkv.tune.arch import ARCHS
 from tkv.tune.cases import Case, launch_of
 from tkv.tune.compile import Report, config_of
 from tkv.tune.configs import AttentionConfig
-from tkv.tune.keys import OP_KINDS, Key, key_case
+from tkv.tune.keys import OP_KINDS, Key, key_case, key_of_case
 
 LOOP = {"HMMA": 32, "MUFU": 8, "LDSM": 16, "LDGSTS": 8, "IMAD": 64}
 
@@ -83,7 +83,7 @@ def test_every_function_has_a_case():
 @pytest.mark.parametrize("rows", [16, 64, 128])
 def test_keys_of_cases_are_those_of_tables(op, rows):
     key = Key(64, 64, "bf16", "int8/token_head", rows, 16, ("softcap", "window"))
-    assert cases.key_of(op, key_case(op, key)) == key
+    assert key_of_case(op, key_case(op, key)) == key
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,12 @@ import triton
 
 from tkv.errors import UnsupportedError
 from tkv.formats import supported_formats
+from tkv.ops.attention import default_config
 from tkv.tune import machine_code
 from tkv.tune.arch import ARCHS
 from tkv.tune.compile import ATTENTION, Case, compile_all, launch_of
+from tkv.tune.configs import AttentionConfig
+from tkv.tune.keys import OP_KINDS, key_of_case
 
 pytestmark = pytest.mark.compile
 
@@ -109,10 +112,16 @@ def option_cases() -> list[Case]:
     return [case for case in cases if case not in known]
 
 
+def job(case: Case, arch: str) -> tuple[Case, str, AttentionConfig | None]:
+    """A case at its analytic default, whatever the tuning tables say."""
+    op = next((op for op, kind in OP_KINDS.items() if case.op.removesuffix("_cached") == kind), None)
+    return case, arch, None if op is None else default_config(op, arch, key_of_case(op, case))
+
+
 def check(arch: str, cases: list[Case]) -> None:
     problems = []
     allowed = SPILLS["spills"].get(arch, {})
-    for report in compile_all([(case, arch) for case in cases], workers=1):
+    for report in compile_all([job(case, arch) for case in cases], workers=1):
         name = report.case.name
         if report.error:
             problems.append(f"{name}: {report.error}")
@@ -229,7 +238,7 @@ def test_a_case_that_does_not_exist_is_refused() -> None:
 
 def record(archs: list[str], deep: bool) -> None:
     """Write what these architectures spill into spills.json: ``python -m tests.test_compile [--deep] [arch ...]``."""
-    jobs = [(case, arch) for arch in archs for case in default_cases() + (option_cases() + format_cases() if deep else [])]
+    jobs = [job(case, arch) for arch in archs for case in default_cases() + (option_cases() + format_cases() if deep else [])]
     spills = {arch: known for arch, known in SPILLS["spills"].items() if arch not in archs}
     for report in compile_all(jobs, progress=lambda done: print(done.arch, done.case.name, done.spills, done.error, flush=True)):
         if report.spills:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from tkv.commands.arguments import formats, positive
 from tkv.errors import UnsupportedError
-from tkv.tune.keys import DTYPES, MAX_SCORE_ROWS, OP_KINDS, TUNABLES, Key, page_class, programs_of, rows_class
+from tkv.tune.keys import DTYPES, OP_KINDS, TUNABLES
 
 if TYPE_CHECKING:
     from tkv.tune.cases import Case
@@ -86,27 +86,6 @@ def case_of(op: str, args: argparse.Namespace) -> Case:
     shape = args.head_dim, args.group, args.q_len or Q_LENS.get(op, 1), args.page_size
     v_head_dim = args.v_head_dim if args.shared or args.v_head_dim != args.head_dim else None
     return Case(kind, dtype, args.format, *shape, v_head_dim=v_head_dim, **flags)
-
-
-def key_of(op: str, case: Case, num_seqs: int | None = None) -> Key:
-    """The key of a case's call in tuning tables; rows of a cascade are those of all its sequences."""
-    flags = tuple(flag for flag in sorted((*FLAGS, "shared")) if getattr(case, flag))
-    v_head_dim = case.head_dim if case.v_head_dim is None else case.v_head_dim
-    rows = rows_class(_rows(op, case, num_seqs))
-    return Key(case.head_dim, v_head_dim, case.dtype, case.format, rows, page_class(case.page_size), flags)
-
-
-def programs(op: str, case: Case, num_seqs: int, num_kv_heads: int) -> int:
-    """Programs of a case's call, as buckets of tuning tables count them."""
-    return programs_of(op, num_seqs, num_kv_heads, _rows(op, case, num_seqs), num_seqs * case.q_len * case.group)
-
-
-def _rows(op: str, case: Case, num_seqs: int | None) -> int:
-    """Query rows x heads of a group that share their keys."""
-    from tkv.tune.cases import NUM_SEQS
-
-    q_len = min(case.q_len, MAX_SCORE_ROWS) if op == "key_scores" else case.q_len
-    return q_len * case.group * ((num_seqs or NUM_SEQS) if op == "shared_prefix_decode" else 1)
 
 
 def overrides(text: str) -> dict[str, int]:

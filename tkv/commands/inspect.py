@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from tkv.commands import Commands
 from tkv.commands.arguments import arch, part, positive
-from tkv.commands.cases import INSPECTED_OPS, add_call, case_of, config_text, config_with, key_of, overrides, programs
+from tkv.commands.cases import INSPECTED_OPS, add_call, case_of, config_text, config_with, overrides
 from tkv.commands.output import Progress, bytes_text, print_json, print_table
 from tkv.errors import TkvError, UnsupportedError
 from tkv.tune.configs import AttentionConfig
-from tkv.tune.keys import OP_KINDS
+from tkv.tune.keys import OP_KINDS, key_of_case, programs_of_case
 
 if TYPE_CHECKING:
     from tkv.tune.arch import Part
@@ -159,10 +159,10 @@ def _origin(report: Report, args: argparse.Namespace) -> str | None:
         return None
     if args.config:
         return "--config"
-    work = programs(args.op, report.case, NUM_SEQS, NUM_KV_HEADS) / num_sms(torch.device("meta"))
+    work = programs_of_case(args.op, report.case, NUM_SEQS, NUM_KV_HEADS) / num_sms(torch.device("meta"))
     # What a launch does not show is left out.
     launched = replace(report.config, split_len=None)
-    for row in explain(args.op, key_of(args.op, report.case), report.arch, work=work, keys=MAX_PAGES * report.case.page_size):
+    for row in explain(args.op, key_of_case(args.op, report.case), report.arch, work=work, keys=MAX_PAGES * report.case.page_size):
         if row.config is not None and row.outcome != "rejected" and replace(row.config, split_len=None) == launched:
             return "analytic default" if row.source == "default" else f"{row.source} ({row.origin})"
     return "a table"

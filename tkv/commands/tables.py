@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, NoReturn
 
 from tkv.commands import CommandError, Commands, Parser
 from tkv.commands.arguments import arch, positive
-from tkv.commands.cases import FLAGS, add_call, case_of, config_text, config_with, key_of, overrides, programs
+from tkv.commands.cases import FLAGS, add_call, case_of, config_text, config_with, overrides
 from tkv.commands.output import print_json, print_table
 from tkv.errors import TkvError
 from tkv.tune.arch import configs_dir, parts
-from tkv.tune.keys import OP_KINDS
+from tkv.tune.keys import OP_KINDS, key_of_case, programs_of_case
 
 if TYPE_CHECKING:
     from tkv.tune.cases import Case
@@ -97,7 +97,7 @@ def _explain(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         parser.error("this machine has no GPU that tkv knows: give --arch, such as --arch sm90")
     try:
         case = case_of(op, call)
-        key = key_of(op, case, call.batch)
+        key = key_of_case(op, case, call.batch)
         work, keys = _size(op, case, call, arch)
         config = config_with(default_config(op, arch, key), call.config, op) if call.config else None
         candidates = explain(op, key, arch, work=work, keys=keys, config=config)
@@ -178,7 +178,7 @@ def _size(op: str, case: Case, call: argparse.Namespace, arch: str) -> tuple[flo
     if call.window and call.window_keys and op in ("paged_decode", "prefix_prefill"):
         keys = min(keys, call.window_keys + case.q_len - 1)
     sms = call.sms or next((part.sms for part in parts() if part.arch == arch), 132)
-    return math.inf if call.batch is None else programs(op, case, call.batch, call.kv_heads) / sms, keys
+    return math.inf if call.batch is None else programs_of_case(op, case, call.batch, call.kv_heads) / sms, keys
 
 
 def _size_text(work: float, keys: float) -> str:

@@ -19,6 +19,7 @@ from tkv.rope import Rope
 from tkv.tune import configs, select
 from tkv.tune.configs import AttentionConfig, default_decode, default_prefill, with_rope, with_tree
 from tkv.tune.keys import DTYPES, Key, facts_of
+from tkv.tune.versions import triton_is_at_least
 
 MAX_GROUP = 128
 
@@ -354,12 +355,15 @@ def default_config(op: str, arch: str, key: Key) -> AttentionConfig:
     head_dim, compute_bits = max(key.head_dim, key.v_head_dim), 8 * max(dtype.itemsize for dtype in compute)
     plain = not {"alibi", "softcap", "tree", "window"} & set(key.flags)
     decoded = any(kind.is_rounded for kind in kinds)
+    scaled = any(kind.is_dynamic for kind in kinds)
     if op in ("prefix_prefill", "shared_prefix_decode"):
-        scaled = any(kind.is_dynamic for kind in kinds)
         config = default_prefill(arch, head_dim, bits, compute_bits, key.rows, plain, scaled, decoded)
     else:
         by_page = kinds[0].scale == "page_channel"
-        config = default_decode(arch, head_dim, bits, compute_bits, key.rows, key.page, plain, "shared" in key.flags, decoded, by_page)
+        config = default_decode(
+            arch, head_dim, bits, compute_bits, key.rows, key.page, plain, "shared" in key.flags, decoded, by_page, scaled,
+            triton_is_at_least(3, 9),
+        )  # fmt: skip
     config = with_tree(config) if "tree" in key.flags else config
     return with_rope(config, head_dim) if "rope" in key.flags else config
 

@@ -99,7 +99,7 @@ def with_rope(config: AttentionConfig, head_dim: int) -> AttentionConfig:
 @lru_cache(maxsize=4096)
 def default_decode(
     arch: str, head_dim: int, bits: int, compute_bits: int, rows: int, page_size: int, plain: bool, shared: bool = False,
-    decoded: bool = False, by_page: bool = False,
+    decoded: bool = False, by_page: bool = False, scaled: bool = False, lean: bool = False,
 ) -> AttentionConfig:
     """The analytic default of `paged_decode`.
 
@@ -114,6 +114,8 @@ def default_decode(
         shared: V is a view of K, and loaded with it.
         decoded: scales are brought in before the products, in registers.
         by_page: keys have scales of pages, so that a tile within a page needs few of them.
+        scaled: every token has scales of its own.
+        lean: the compiler computes the address of a key once, as Triton does from 3.9 on, instead of in each warp that reads it.
 
     Returns:
         A config that fits the architecture's shared memory.
@@ -152,6 +154,11 @@ def default_decode(
     if by_page:
         block_n = min(block_n, max(32, page_size))
         num_warps = 2 if block_n == 32 and head_dim <= 128 else 4
+    elif scaled and lean and plain and head_dim == 128 and block_m == 16 and bits <= 8 and arch in ("sm80", "sm90", "sm100", "sm103"):
+        # What a key's scales need is computed by every warp and lane that holds some of its scores.
+        num_warps = 2
+        if decoded and arch != "sm80":
+            block_n, num_warps = (32, 1) if arch == "sm90" else (64, 1)
     return AttentionConfig(block_m, block_n, num_warps, num_stages=2, max_registers=255)
 
 

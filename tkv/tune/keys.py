@@ -299,6 +299,33 @@ def key_case(op: str, key: Key) -> Case:
     )
 
 
+def key_of_case(op: str, case: Case, num_seqs: int | None = None) -> Key:
+    """The key of a case's call; rows of a cascade's level are those of all its sequences.
+
+    Example:
+        >>> from tkv.tune.cases import Case
+        >>> key_of_case("prefix_prefill", Case("prefill_cached", q_len=1024)).name
+        'd128 bf16 bf16 r128 p16'
+    """
+    flags = tuple(flag for flag in FLAGS if getattr(case, flag))
+    v_head_dim = case.head_dim if case.v_head_dim is None else case.v_head_dim
+    rows = rows_class(rows_of_case(op, case, num_seqs))
+    return Key(case.head_dim, v_head_dim, case.dtype, case.format, rows, page_class(case.page_size), flags)
+
+
+def rows_of_case(op: str, case: Case, num_seqs: int | None = None) -> int:
+    """Query rows x heads of a group that share their keys."""
+    from tkv.tune.cases import NUM_SEQS
+
+    q_len = min(case.q_len, MAX_SCORE_ROWS) if op == "key_scores" else case.q_len
+    return q_len * case.group * ((num_seqs or NUM_SEQS) if op == "shared_prefix_decode" else 1)
+
+
+def programs_of_case(op: str, case: Case, num_seqs: int, num_kv_heads: int) -> int:
+    """`programs_of` a case's call."""
+    return programs_of(op, num_seqs, num_kv_heads, rows_of_case(op, case, num_seqs), num_seqs * case.q_len * case.group)
+
+
 def check_op(op: str) -> None:
     """Refuse the name of a function that has no tunables.
 

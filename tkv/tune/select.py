@@ -15,7 +15,6 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +25,7 @@ from tkv.tune.configs import AttentionConfig
 from tkv.tune.keys import OP_KINDS, Key, check_op, kernel_hash, key_of_facts, key_of_shape, size_of_shape
 from tkv.tune.limits import problems_of
 from tkv.tune.tables import Entry, Table, TableError, table_path
+from tkv.tune.versions import installed_triton
 
 if TYPE_CHECKING:
     from tkv.tune.model import Shape
@@ -302,16 +302,6 @@ def staleness(table: Table, entries: Iterable[Entry] | None = None) -> str:
 
 
 @functools.cache
-def installed_triton() -> str | None:
-    """The version of Triton, without importing it; None if there is no such package."""
-    for name in ("triton", "pytorch-triton", "pytorch-triton-rocm"):
-        try:
-            return metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return None
-
-
 @dataclass(frozen=True)
 class Coverage:
     """What the tables hold of a function, an architecture and a format.

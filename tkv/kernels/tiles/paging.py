@@ -30,7 +30,7 @@ def locate(first_key, seen, where, num_pages, PAGE_SIZE: tl.constexpr, BLOCK_N: 
 
 @triton.jit
 def locate_all(first_key, where, num_pages, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The same for a tile of which every key is seen: (pages, rows, 1 where a page id is outside of the cache, which page 0 stands in for)."""
+    """The same for a tile of which every key is seen: (pages, rows, 1 where a page is missing, for which page 0 stands in)."""
     keys = first_key + tl.arange(0, BLOCK_N)
     if PAGE_SIZE == 0:
         return where, keys.to(tl.int64), none_missing(PAGE_SIZE, BLOCK_N)
