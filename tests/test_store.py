@@ -9,7 +9,7 @@ import pytest
 
 from tkv.errors import UnsupportedError
 from tkv.tune import store as store_module
-from tkv.tune.compile import DIED, Case, Report, compile_all
+from tkv.tune.compile import DIED, Case, Report, _Compiler, compile_all
 from tkv.tune.configs import AttentionConfig
 from tkv.tune.store import Store, cache_dir
 
@@ -101,16 +101,48 @@ def test_what_is_stored_is_not_compiled_again(tmp_path: Path, monkeypatch: pytes
     assert list(compile_all(jobs[::-1], workers=1, store=store, progress=seen.append)) == first[::-1] == seen
 
 
-def _die(*job: object) -> None:
+def _report_or_die(case: Case, *rest: object) -> Report:
     import os
 
-    os._exit(1)
+    if case.op == "copy":
+        os._exit(1)
+    return Report(case, "sm90", "3.7.1", registers=case.head_dim)
 
 
-@pytest.mark.compile
-def test_a_job_that_ends_the_compiler_is_reported_and_tried_again_next_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store, job = Store(tmp_path), (Case("merge"), "sm90")
-    monkeypatch.setattr("tkv.tune.compile.report", _die)
-    assert [report.error for report in compile_all([job, job], workers=1, store=store)] == [DIED, DIED]
-    monkeypatch.undo()
-    assert [report.error for report in compile_all([job], workers=1, store=store)] == [""]
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_job_that_ends_the_compiler_is_reported_and_the_others_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int
+) -> None:
+    store = Store(tmp_path)
+    jobs = [(Case(op, head_dim=dim), "sm90") for op, dim in (("merge", 64), ("merge", 128), ("copy", 64), ("merge", 256), ("write", 64))]
+    monkeypatch.setattr("tkv.tune.compile.report", _report_or_die)
+    found = list(compile_all(jobs, workers, store=store))
+    assert [(report.error, report.registers) for report in found] == [("", 64), ("", 128), (DIED, 0), ("", 256), ("", 64)]
+    assert [store.get(store.key(*job)) is not None for job in jobs] == [True, True, False, True, True]
+    assert [report.registers for report in compile_all(jobs, workers, store=store)] == [64, 128, 0, 256, 64]
+
+
+def test_a_kernel_that_is_asked_for_twice_is_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tkv.tune.compile.report", _report_or_die)
+    submitted: list[str] = []
+    submit = _Compiler.submit
+    monkeypatch.setattr(_Compiler, "submit", lambda self, job, key: submitted.append(key) or submit(self, job, key))
+    assert len(list(compile_all([(Case("merge"), "sm90")] * 3, 1, store=Store(tmp_path)))) == 3
+    assert len(submitted) == 1
+
+
+def test_what_was_done_before_an_interrupt_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tkv.tune.compile.report", _report_or_die)
+    store, jobs = Store(tmp_path), [(Case("merge", head_dim=dim), "sm90") for dim in (64, 128)]
+
+    def interrupt(report: Report) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        list(compile_all(jobs, 1, interrupt, store))
+    assert store.get(store.key(*jobs[0])) is not None
+
+
+def test_a_wrong_job_raises_as_it_would_without_processes() -> None:
+    with pytest.raises(UnsupportedError, match="merge has no tunables"):
+        list(compile_all([(Case("merge"), "sm90", CONFIG)], workers=1))

@@ -6,6 +6,8 @@ A launch is compiled with the types, alignments and constants that Triton would 
 from __future__ import annotations
 
 import os
+import signal
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -30,7 +32,6 @@ if TYPE_CHECKING:
 
 __all__ = ["ATTENTION", "OPS", "OP_KINDS", "Case", "Report", "compile_all", "compile_launch", "launch_of", "report"]
 
-# Not kept in a store: another process, or an interrupt, may have been the reason.
 DIED = "the compiler's process died"
 Job: TypeAlias = "tuple[Case, str] | tuple[Case, str, AttentionConfig | None]"
 
@@ -194,7 +195,7 @@ def report(case: Case, arch: str, config: AttentionConfig | None = None) -> Repo
         loop=dict(machine_code.mix(loop)),
         loop_shared_bytes=facts.warp_size * machine_code.bytes_moved(loop, "shared"),
         loop_global_bytes=facts.warp_size * machine_code.bytes_moved(loop, "global"),
-        code=tuple(instruction.name for instruction in instructions),
+        code=tuple(sys.intern(instruction.name) for instruction in instructions),
         tf32=tf32,
     )
 
@@ -237,61 +238,89 @@ def compile_all(
         store: where reports are looked up first and kept, so that an interrupted run goes on where it was.
 
     Yields:
-        Reports in the order of the jobs. A job that the compiler's process does not survive gives a report with an ``error``.
+        Reports in the order of the jobs. A job that the compiler's process does not survive gives a report with an ``error``, which is
+        not kept: the reason may be outside of the process.
 
     Raises:
         UnsupportedError: as `report`.
     """
-    pool: ProcessPoolExecutor | None = None
-    started: list[tuple[Job, str, Report | Future[Report]]] = []
+    compiler = _Compiler(workers or os.cpu_count() or 1, store)
+    results: dict[str, Report | Future[Report]] = {}
+    started: list[tuple[Job, str]] = []
     try:
         for job in jobs:
-            key = "" if store is None else store.key(*job)
-            found: Report | Future[Report] | None = None if store is None else store.get(key)
-            if found is None:
-                pool = pool or _pool(workers or os.cpu_count() or 1)
-                found = _submit(pool, job)
-            started.append((job, key, found))
-        for job, key, result in started:
-            done = result if isinstance(result, Report) else _result(result, job)
-            if store is not None and not isinstance(result, Report) and done.error != DIED:
-                store.put(key, done)
+            key = str(len(started)) if store is None else store.key(*job)
+            started.append((job, key))
+            if key not in results:
+                results[key] = (None if store is None else store.get(key)) or compiler.submit(job, key)
+        for i, (job, key) in enumerate(started):
+            result = results[key]
+            try:
+                done = result if isinstance(result, Report) else result.result()
+            except BrokenProcessPool:
+                # The fault may be another job's that ran beside it: alone it shows, and the others begin anew.
+                done = compiler.alone(job, key)
+                for later, of_later in started[i + 1 :]:
+                    if isinstance(broken := results[of_later], Future) and broken.done() and broken.exception():
+                        results[of_later] = compiler.submit(later, of_later)
+            results[key] = done
             if progress is not None:
                 progress(done)
             yield done
     finally:
-        if pool is not None:
-            pool.shutdown(wait=True, cancel_futures=True)
+        compiler.close()
+
+
+class _Compiler:
+    """Processes that compile jobs, started when the first job comes."""
+
+    def __init__(self, workers: int, store: Store | None) -> None:
+        self.workers, self.store = workers, store
+        self.pool: ProcessPoolExecutor | None = None
+
+    def submit(self, job: Job, key: str) -> Future[Report]:
+        """Begin a job. Its report is kept at once, not in the order of the jobs, so that an interrupt loses nothing that is done."""
+        if self.pool is None:
+            self.pool = _pool(self.workers)
+        try:
+            future = self.pool.submit(report, *job)
+        except BrokenProcessPool as error:
+            future = Future()
+            future.set_exception(error)
+        future.add_done_callback(partial(self._keep, key))
+        return future
+
+    def alone(self, job: Job, key: str) -> Report:
+        """A job in a process of its own, in place of those that broke."""
+        self.close()
+        with _pool(1) as pool:
+            future = pool.submit(report, *job)
+            try:
+                done = future.result()
+            except BrokenProcessPool:
+                import triton
+
+                return Report(job[0], job[1], triton.__version__, error=DIED)
+        self._keep(key, future)
+        return done
+
+    def close(self) -> None:
+        """End the processes; jobs that have not begun never will."""
+        if self.pool is not None:
+            self.pool.shutdown(wait=True, cancel_futures=True)
+        self.pool = None
+
+    def _keep(self, key: str, future: Future[Report]) -> None:
+        if self.store is not None and not future.cancelled() and future.exception() is None:
+            self.store.put(key, future.result())
 
 
 def _pool(workers: int) -> ProcessPoolExecutor:
     return ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_compiler_process)
 
 
-def _submit(pool: ProcessPoolExecutor, job: Job) -> Future[Report]:
-    try:
-        return pool.submit(report, *job)
-    except BrokenProcessPool as error:
-        broken: Future[Report] = Future()
-        broken.set_exception(error)
-        return broken
-
-
-def _result(future: Future[Report], job: Job) -> Report:
-    """What came of a job; one whose process died is tried once more in its own, for the fault may be another job's."""
-    try:
-        return future.result()
-    except BrokenProcessPool:
-        pass
-    try:
-        with _pool(1) as pool:
-            return pool.submit(report, *job).result()
-    except BrokenProcessPool:
-        import triton
-
-        return Report(job[0], job[1], triton.__version__, error=DIED)
-
-
 def _compiler_process() -> None:
+    # Ctrl-C is the parent's to act on.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ.pop("TRITON_INTERPRET", None)
     os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")

@@ -6,6 +6,7 @@ import gzip
 import hashlib
 import json
 import os
+import sys
 import zlib
 from dataclasses import asdict
 from functools import lru_cache
@@ -73,7 +74,7 @@ class Store:
             found.update(
                 case=Case(**found["case"]),
                 config=None if config is None else AttentionConfig(**config),
-                code=tuple(found["code"].split()),
+                code=tuple(map(sys.intern, found["code"].split())),
             )
             return Report(**found)
         except (OSError, EOFError, ValueError, TypeError, KeyError, AttributeError, zlib.error):
