@@ -210,10 +210,10 @@ def test_compiled_kernels_rank_as_they_should(name: str) -> None:
     assert times == sorted(times)
     floor = 64 * 8192 * 8 * 512 / part.gbps / 1e3
     assert floor < predict(bf16, decode(64, 8192), part).us < 3 * floor
-    assert (
-        predict(compiled(name)["fp8_e4m3/tensor"], decode(64, 8192, format="fp8_e4m3/tensor"), part).us
-        < 0.95 * predict(bf16, decode(64, 8192), part).us
-    )
+    fp8 = predict(compiled(name)["fp8_e4m3/tensor"], decode(64, 8192, format="fp8_e4m3/tensor"), part)
+    # On AMD it may be bound by its instructions.
+    assert fp8.bounds["memory"] < 0.6 * predict(bf16, decode(64, 8192), part).bounds["memory"]
+    assert name != "sm90" or (fp8.bound == "memory" and fp8.us < 0.6 * predict(bf16, decode(64, 8192), part).us)
 
 
 @pytest.mark.compile

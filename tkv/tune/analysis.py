@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tkv.errors import UnsupportedError
-from tkv.formats import parse_pair
+from tkv.formats import KVFormat, parse_pair
 from tkv.tune.arch import Arch, Part, reference_part
 from tkv.tune.arch import arch as arch_facts
 from tkv.tune.compile import Case, Report
-from tkv.tune.limits import ctas_per_sm, tiles_in_flight
+from tkv.tune.limits import ctas_per_sm, least_in_flight
 
 UNITS = ("memory", "issue slots", "tensor cores", "exp unit", "shared memory")
 # Warps that keep one issue slot busy: each waits for what it issued a cycle or more before.
@@ -176,9 +176,33 @@ def tile_cost(report: Report, part: Part | None) -> TileCost:
         issued=issued,
         cycles=cycles,
         bytes=config.block_n * token_bytes(case),
-        in_flight=tiles_in_flight(config.num_stages, config.block_n, case.page_size),
+        in_flight=tiles_in_flight(report),
         latency=facts.latency_cycles,
     )
+
+
+def tiles_in_flight(report: Report) -> int:
+    """Tiles that a kernel has asked for ahead of the one that it computes with.
+
+    Where a tile lies in one page, as many as its shared memory holds and its stages allow: how the compiler shares stages out between
+    page ids and keys differs. Else `least_in_flight`.
+
+    Example:
+        >>> from tkv.tune.configs import AttentionConfig
+        >>> config = AttentionConfig(16, 64, num_warps=4, num_stages=3)
+        >>> [tiles_in_flight(Report(Case("decode", page_size=64), "sm90", "3.7.1", shared=size, config=config)) for size in (38912, 71680)]
+        [1, 2]
+    """
+    config, case = report.config, report.case
+    assert config is not None
+    least = least_in_flight(config.num_stages)
+    if config.num_stages == 1 or case.page_size % config.block_n:
+        return least
+    k, v = _formats(case)
+    row = k.stored_dim(case.head_dim) * k.torch_dtype.itemsize
+    if not case.shared and case.op != "scores":
+        row += v.stored_dim(case.v_head_dim or case.head_dim) * v.torch_dtype.itemsize
+    return min(config.num_stages - 1, max(least, report.shared // (config.block_n * row)))
 
 
 def _shared_bytes(report: Report, facts: Arch, dims: int) -> float:
@@ -207,9 +231,13 @@ def token_bytes(case: Case) -> float:
         >>> token_bytes(Case("decode", format="int8/token_head")), token_bytes(Case("scores")), token_bytes(Case("level", head_dim=64))
         (264, 256, 256)
     """
-    k, v = parse_pair(case.format.split("+") if "+" in case.format else case.format)
+    k, v = _formats(case)
     size = k.bytes_per_token(1, case.head_dim, case.page_size)
     return size if case.shared or case.op == "scores" else size + v.bytes_per_token(1, case.v_head_dim or case.head_dim, case.page_size)
+
+
+def _formats(case: Case) -> tuple[KVFormat, KVFormat]:
+    return parse_pair(case.format.split("+") if "+" in case.format else case.format)
 
 
 def bytes_per_cycle(part: Part) -> float:

@@ -30,13 +30,12 @@ def problems_of(
     v_head_dim: int | None = None,
     bits: int | None = None,
     shared: bool = False,
-    page_size: int | None = None,
     report: Report | None = None,
 ) -> list[str]:
     """Why a config cannot run, or must not, on an architecture.
 
     Before compiling: threads and warps of a program; registers that `num_warps` x `max_registers` ask for; the accumulator and the scores
-    of a tile, ``block_m * (v_head_dim + block_n)`` float32 numbers over the program's threads, in registers; `tiles_in_flight`, of
+    of a tile, ``block_m * (v_head_dim + block_n)`` float32 numbers over the program's threads, in registers; `least_in_flight` tiles, of
     ``block_n * (head_dim + v_head_dim) * bits / 8`` bytes each, in shared memory. Both sizes are less than what a compiled kernel takes: a
     config without problems may still have some with its report.
 
@@ -48,7 +47,6 @@ def problems_of(
         v_head_dim: of V; head_dim if None.
         bits: of a stored number; compute_bits if None.
         shared: V is a view of K, and loaded with it.
-        page_size: keys of a page; one that needs least shared memory if None.
         report: of this config, compiled; adds failure to compile, shared memory, spills, registers of all warps.
 
     Returns:
@@ -85,27 +83,23 @@ def problems_of(
         problems.append(f"needs at least {held} registers a thread for accumulator and scores, {arch} has {most}")
 
     row = head_dim if shared else head_dim + v_dim
-    in_flight = tiles_in_flight(config.num_stages, config.block_n, page_size or 1) * config.block_n * row * stored // 8
+    in_flight = least_in_flight(config.num_stages) * config.block_n * row * stored // 8
     if in_flight > facts.shared_per_block:
         problems.append(f"needs at least {in_flight} bytes of shared memory for tiles in flight, {arch} has {facts.shared_per_block}")
     return problems if report is None else problems + report_problems(report)
 
 
-def tiles_in_flight(num_stages: int, block_n: int, page_size: int) -> int:
-    """Tiles of keys and values that Triton's pipeline asks for ahead of the one that is computed with.
+def least_in_flight(num_stages: int) -> int:
+    """Tiles of keys and values that Triton's pipeline asks for ahead of the one that is computed with, at least.
 
-    Where a tile lies in one page they are ``num_stages - 1``. Else page ids are loaded before the keys that they lead to, and each of the
-    two loads takes half of the stages.
+    Page ids are loaded before the keys that they lead to, and each of the two loads takes half of the stages. Where ids are not loaded in
+    the loop it is all of them.
 
     Example:
-        >>> [tiles_in_flight(stages, block_n=64, page_size=64) for stages in (1, 2, 3, 5)]
-        [0, 1, 2, 4]
-        >>> [tiles_in_flight(stages, block_n=64, page_size=16) for stages in (1, 2, 3, 5)]
-        [0, 1, 1, 2]
+        >>> [least_in_flight(stages) for stages in (1, 2, 3, 4, 5)]
+        [0, 1, 1, 1, 2]
     """
-    if num_stages == 1:
-        return 0
-    return num_stages - 1 if page_size % block_n == 0 else max(1, (num_stages - 1) // 2)
+    return 0 if num_stages == 1 else max(1, (num_stages - 1) // 2)
 
 
 def report_problems(report: Report) -> list[str]:

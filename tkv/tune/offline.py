@@ -132,7 +132,7 @@ def problems(config: AttentionConfig, arch: str, key: Key) -> list[str]:
     bits = min(4 if kind.dtype == "int4" else 8 * kind.torch_dtype.itemsize for kind in key.formats)
     compute = 8 * max(dtype.itemsize for dtype in compute_dtypes(DTYPES[key.dtype], key.formats, arch))
     shared = "shared" in key.flags
-    return problems_of(config, arch, key.head_dim, compute, v_head_dim=key.v_head_dim, bits=bits, shared=shared, page_size=key.page)
+    return problems_of(config, arch, key.head_dim, compute, v_head_dim=key.v_head_dim, bits=bits, shared=shared)
 
 
 def shapes_for(op: str, key: Key) -> list[Shape]:
