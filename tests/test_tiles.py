@@ -35,9 +35,9 @@ from tkv.ops.launch import arch_name, interpreting, row_storages, storages, targ
 DEVICE = test_device()
 TARGET = target_for(arch_name(DEVICE), interpreting())
 # Every way to decode: portable integers, for matrix units of either kind.
-TARGETS = {Target(TARGET.INTERPRET, True, e4m3, flushes) for e4m3, flushes in ((True, False), (False, False), (False, True))}
+TARGETS = {Target(TARGET.INTERPRET, True, e4m3, flushes, False) for e4m3, flushes in ((True, False), (False, False), (False, True))}
 # Inline PTX too: on a GPU what it can run, else all of it, executed by NumPy.
-TARGETS |= {Target(False, False, e4m3, False) for e4m3 in ({TARGET.E4M3, False} if not TARGET.INTERPRET else {True, False})}
+TARGETS |= {Target(False, False, e4m3, False, False) for e4m3 in ({TARGET.E4M3, False} if not TARGET.INTERPRET else {True, False})}
 MAX_TILES = 12
 KERNELS = [attention_kernel, merge_kernel, depth_kernel, write_kernel, copy_kernel, gather_kernel]
 KERNELS += [quantize_kernel, quantize_channels_kernel]

@@ -107,13 +107,14 @@ class Target(NamedTuple):
     """What the kernel runs on.
 
     INTERPRET: Triton's interpreter, whose arithmetic is wrong on bf16; PORTABLE: no inline PTX; E4M3: PTX converts e4m3;
-    FLUSHES: the matrix unit takes subnormal fp16 numbers for 0.
+    FLUSHES: the matrix unit takes subnormal fp16 numbers for 0; FEW_REGISTERS: a tile hardly fits.
     """
 
     INTERPRET: bool
     PORTABLE: bool
     E4M3: bool
     FLUSHES: bool
+    FEW_REGISTERS: bool
 
 
 class Attend(NamedTuple):

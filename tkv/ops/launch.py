@@ -95,7 +95,8 @@ def target_for(arch: str, interpret: bool) -> Target:
     from tkv.tune.arch import arch as facts_of
 
     portable = interpret or arch.startswith("gfx") or os.environ.get("TKV_PORTABLE", "") not in ("", "0")
-    return Target(INTERPRET=interpret, PORTABLE=portable, E4M3=facts_of(arch).has_e4m3, FLUSHES=arch in FLUSHES_FP16)
+    is_rdna = arch.startswith("gfx") and not arch.startswith("gfx9")
+    return Target(interpret, portable, E4M3=facts_of(arch).has_e4m3, FLUSHES=arch in FLUSHES_FP16, FEW_REGISTERS=is_rdna)
 
 
 def padded(size: int) -> int:

@@ -76,13 +76,16 @@ def score_tile(
     K's words.
     """
     K_PIECES: tl.constexpr = K.RUNS * K.PLANES
+    LOADS_MASKED: tl.constexpr = MASKED or TARGET.FEW_REGISTERS
     keys = first_key + tl.arange(0, ATTEND.BLOCK_N)
+    seen = tl.full([ATTEND.BLOCK_N], True, tl.int1)
     if MASKED:
-        pages, rows, seen = locate(first_key, seen_keys(keys, bounds), where, num_pages, ATTEND.PAGE_SIZE, ATTEND.BLOCK_N)
+        seen = seen_keys(keys, bounds)
+    if LOADS_MASKED:
+        pages, rows, seen = locate(first_key, seen, where, num_pages, ATTEND.PAGE_SIZE, ATTEND.BLOCK_N)
         missing = none_missing(ATTEND.PAGE_SIZE, ATTEND.BLOCK_N)
     else:
         pages, rows, missing = locate_all(first_key, where, num_pages, ATTEND.PAGE_SIZE, ATTEND.BLOCK_N)
-        seen = tl.full([ATTEND.BLOCK_N], True, tl.int1)
     key_positions = positions_of(keys, kv_start, limits.pinned, ATTEND.HAS_PINNED)
     rope, base = turn
     turns = key_positions
@@ -91,7 +94,7 @@ def score_tile(
             turns = depths_of_new_keys(key_positions, tree)
         turns = turns - base
 
-    of_keys = seen if MASKED else None
+    of_keys = seen if LOADS_MASKED else None
     k, words = load_keys(source.k, pages, rows, head, of_keys, num_pages, turns, rope, ATTEND.DTYPE, K, ROPE, TARGET)
     x = tl.full([positions.shape[0], ATTEND.BLOCK_N], 0.0, tl.float32)
     for piece in tl.static_range(K_PIECES):
@@ -103,18 +106,17 @@ def score_tile(
             x = x + q_sum[:, None] * k_minima[None, :]
 
     key_positions = key_positions[None, :]
-    if MASKED:
-        visible = seen[None, :]
-        if not ATTEND.ONE_POSITION:
-            if ATTEND.HAS_TREE:
-                key_positions, allowed = place_new_keys(key_positions, tree)
-                visible = visible & allowed
-            else:
-                visible = visible & (positions[:, None] >= key_positions)
-            if ATTEND.HAS_WINDOW:
-                visible = visible & in_window(positions[:, None] - key_positions, key_positions, limits.window, limits.sinks)
-                # Windows of rows that stand far apart leave keys between them, which may hold anything.
-                seen = seen & (tl.max(visible.to(tl.int32), axis=0) > 0)
+    visible = seen[None, :]
+    if MASKED and not ATTEND.ONE_POSITION:
+        if ATTEND.HAS_TREE:
+            key_positions, allowed = place_new_keys(key_positions, tree)
+            visible = visible & allowed
+        else:
+            visible = visible & (positions[:, None] >= key_positions)
+        if ATTEND.HAS_WINDOW:
+            visible = visible & in_window(positions[:, None] - key_positions, key_positions, limits.window, limits.sinks)
+            # Windows of rows that stand far apart leave keys between them, which may hold anything.
+            seen = seen & (tl.max(visible.to(tl.int32), axis=0) > 0)
     scale = rows_scale
     if ATTEND.HAS_SOFTCAP or ATTEND.HAS_ALIBI:
         x = x * rows_scale[:, None]
@@ -123,7 +125,7 @@ def score_tile(
         if ATTEND.HAS_ALIBI:
             x = x - slopes[:, None] * LOG2_E * (positions[:, None] - key_positions).to(tl.float32)
         scale = tl.full([positions.shape[0]], 1.0, tl.float32)
-    if MASKED:
+    if LOADS_MASKED:
         x = tl.where(visible, x, -float("inf"))
     return x, scale, seen, pages, rows, missing, words
 
@@ -160,7 +162,7 @@ def attend_tiles(
             words = tl.trans(words)
         else:
             words = None
-        of_keys = seen if MASKED else None
+        of_keys = seen if MASKED or TARGET.FEW_REGISTERS else None
         v, _ = load_pieces(source.v, words, pages, rows, head, of_keys, num_pages, False, ATTEND.P_DTYPE, V, TARGET)
         if V.SCALE == "token_head" and V.FOLDED:
             # Scales ride on p, in units of about the tile's largest, so that p stays within fp16; a power of two loses no bit.
@@ -201,7 +203,8 @@ def attend_source(
 ):  # fmt: skip
     """The state after visits first..last - 1: the full ones without masks, then what is left of them on either side.
 
-    Of paged keys the state before is that of `start`: where a page is missing, all is done again with masks.
+    Of paged keys the state before is that of `start`: where a page is missing, all is done again with masks. With few registers masks are
+    there to begin with, for loads that depend on them are not all in flight at once.
     """
     last = tl.maximum(last, first)
     if ROPE.DIM > 0:
@@ -213,14 +216,15 @@ def attend_source(
         return state
     full_from = tl.minimum(tl.maximum(full[0], first), last)
     full_to = tl.minimum(tl.maximum(full[1], full_from), last)
-    if ATTEND.PAGE_SIZE != 0:
+    CAN_MISS: tl.constexpr = ATTEND.PAGE_SIZE != 0 and not TARGET.FEW_REGISTERS
+    if CAN_MISS:
         full_to = tl.where(num_pages > 0, full_to, full_from)
     state, missing = attend_tiles(
         state, q, q_sum, rows_scale, positions, slopes, tree, source, where, num_pages, head, kv_start, bounds, visits, limits,
         turn, full_from, full_to, 0, 0, False, ATTEND, K, V, ROPE, TARGET,
     )  # fmt: skip
     gap = full_to - full_from
-    if ATTEND.PAGE_SIZE != 0:
+    if CAN_MISS:
         is_void = (missing if ATTEND.PAGE_SIZE % ATTEND.BLOCK_N == 0 else tl.max(missing, axis=0)) > 0
         state = started_again(is_void, state, positions.shape[0], V)
         gap = tl.where(is_void, 0, gap)
