@@ -16,7 +16,10 @@ from tkv.tune.store import Store
 from tkv.tune.tables import Bucket, Compiled, Entry, Run, Table, dump, table_path
 
 KEY = Key(64, 64, "bf16", "bf16", 16, 16)
-GOOD, SPILLING, LARGE = AttentionConfig(16, 64, 4, 2), AttentionConfig(16, 128, 4, 2, max_registers=40), AttentionConfig(16, 256, 8, 3)
+WIDE = KEY._replace(head_dim=128, v_head_dim=128)
+GOOD, SPILLING = AttentionConfig(16, 64, 4, 2), AttentionConfig(16, 128, 4, 2, max_registers=40)
+# Keys of 128 dims on their way to the matrix unit take 131,072 bytes; with one stage that is known from compiling alone.
+LARGE = AttentionConfig(16, 512, 8, 1)
 SAYS = Compiled(triton.__version__, registers=96, spills=0, shared=2048, ctas_per_sm=5)
 RUN = Run("A10G", 80, None, triton.__version__, "2.13.0", "2026-11-02", "cold L2", 0.8)
 
@@ -56,14 +59,15 @@ def compiler(monkeypatch):
 
 @pytest.mark.compile
 def test_planted_entries_that_spill_or_need_too_much_shared_memory_are_found(tmp_path):
-    store, case = Store(tmp_path / "reports"), key_case("paged_decode", KEY)
-    good, spilling, _ = compile_all([(case, "sm86", config) for config in (GOOD, SPILLING, LARGE)], store=store)
+    store, jobs = Store(tmp_path / "reports"), ((KEY, GOOD), (KEY, SPILLING), (WIDE, LARGE))
+    good, spilling, _ = compile_all([(key_case("paged_decode", key), "sm86", config) for key, config in jobs], store=store)
     lies = replace(compiled_of(spilling), spills=0)
-    path = write(tmp_path, entry(GOOD, 1.0, compiled=compiled_of(good)), entry(SPILLING, 2.0, compiled=lies), entry(LARGE))
+    written = entry(GOOD, 1.0, compiled=compiled_of(good)), entry(SPILLING, compiled=lies), entry(LARGE, match=WIDE)
+    path = write(tmp_path, *written)
     found = check(folder=tmp_path, strict=True, store=store)
     assert {problem.entry for problem in found} == {2, 3}
     lines = [str(problem) for problem in found]
-    assert f"{path}: entry 2 ({KEY.name}; work <= 2): spills {spilling.spills} bytes a thread" in lines
+    assert f"{path}: entry 2 ({KEY.name}; any): spills {spilling.spills} bytes a thread" in lines
     assert any("entry 2" in line and f"compiled says spills 0, now {spilling.spills}" in line for line in lines)
     assert any("entry 3" in line and "bytes of shared memory, sm86 has 101376" in line for line in lines)
 
