@@ -7,7 +7,8 @@ import pytest
 
 from tkv.tune.configs import AttentionConfig
 from tkv.tune.keys import Key, kernel_hash
-from tkv.tune.tables import Bucket, Compiled, Entry, Run, Table, TableError, dump, dumps, load, merge, parse, table_path
+from tkv.tune.merging import merge
+from tkv.tune.tables import Bucket, Compiled, Entry, Run, Table, TableError, dump, dumps, load, parse, table_path
 
 KEY = Key(128, 128, "bf16", "fp8_e4m3/tensor", 16, 16, ())
 WINDOW = KEY._replace(flags=("window",))

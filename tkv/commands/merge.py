@@ -24,7 +24,8 @@ def add(commands: Commands) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from tkv.tune.tables import dump, dumps, load, merge
+    from tkv.tune.merging import merge
+    from tkv.tune.tables import dump, dumps, load
 
     for path in (args.first, args.second):
         if not path.exists():

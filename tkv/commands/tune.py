@@ -208,7 +208,8 @@ def _offline(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
 
 def _with_measured(before: Table | None, table: Table) -> Table:
     """A new table of what is modelled, and what the old one had measured."""
-    from tkv.tune.tables import Table, merge
+    from tkv.tune.merging import merge
+    from tkv.tune.tables import Table
 
     measured = {entry.match for entry in before.entries if entry.origin == "measured"} if before else set()
     if before is None or not measured:
