@@ -100,14 +100,17 @@ def test_few_warps_do_not_fill_the_issue_slots() -> None:
     assert few == pytest.approx(2 * many)
 
 
-def test_what_no_data_sheet_says_is_unknown() -> None:
+def test_what_no_data_sheet_says_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     no_matrix_rate = next(part for part in parts() if part.name == "RTX PRO 6000")
     assert analyse(made_up("sm120"), no_matrix_rate).unknown == ("tensor cores",)
-    nothing = analyse(made_up("gfx1100"))
-    assert (nothing.unknown, nothing.bound, nothing.ctas_per_sm, nothing.bytes_in_flight) == (UNITS, None, None, None)
     assert analyse(made_up("sm90"), replace(H100, gbps=None)).cycles["memory"] == pytest.approx(480 / (4 * 64))
     no_loop = analyse(made_up(loop={}))
     assert no_loop.bound == "memory" and no_loop.instructions == {} and set(no_loop.unknown) == set(UNITS) - {"memory"}
+    unknown = dict.fromkeys(("registers_per_sm", "issue_slots", "exp_per_cycle", "shared_bytes_per_cycle", "latency_cycles"))
+    monkeypatch.setattr("tkv.tune.analysis.arch_facts", lambda name: replace(arch(name), **unknown))
+    monkeypatch.setattr("tkv.tune.analysis.reference_part", lambda name: None)
+    nothing = analyse(made_up("sm90"))
+    assert (nothing.unknown, nothing.bound, nothing.ctas_per_sm, nothing.bytes_in_flight) == (UNITS, None, None, None)
 
 
 def test_on_amd_vector_instructions_take_the_issue_slot() -> None:

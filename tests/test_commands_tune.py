@@ -145,8 +145,8 @@ def modelled(monkeypatch, tmp_path):
     monkeypatch.setenv("TKV_CACHE_DIR", str(tmp_path / "cache"))
     calls = []
 
-    def tune_offline(arch, ops, progress, store, workers, part):
-        calls.append((arch, *ops, workers, part and part.name))
+    def tune_offline(arch, ops, progress, store, workers, part, like):
+        calls.append((arch, *ops, workers, part and part.name, *(table.arch for table in like)))
         for done in range(3):
             progress(done, 2)
         num_warps = 8 if arch == "sm90" else 4
@@ -228,7 +228,16 @@ def test_offline_stops_at_a_damaged_table_before_it_compiles(modelled, capsys):
     assert not modelled
 
 
-def test_offline_needs_facts_about_a_gpu(modelled, capsys):
+def test_a_related_architecture_gets_the_tables_of_the_other(modelled, capsys):
+    assert main(["tune", "--offline", "--arch", "sm90", "--op", "key_scores"]) == 0
+    assert main(["tune", "--offline", "--arch", "sm100", "--op", "key_scores", "--like", "sm90"]) == 0
+    assert modelled[-1][-1] == "sm90"
+    assert main(["tune", "--offline", "--arch", "sm100", "--op", "key_scores", "--like", "sm80"]) == 1
+    assert "sm80" in capsys.readouterr().err
+
+
+def test_offline_needs_facts_about_a_gpu(modelled, capsys, monkeypatch):
+    monkeypatch.setattr("tkv.tune.arch.reference_part", lambda name: None)
     assert main(["tune", "--offline", "--arch", "gfx1100"]) == 1
     assert "no GPU of gfx1100 is known well enough to model" in capsys.readouterr().err
 

@@ -100,7 +100,7 @@ def test_an_unknown_architecture_is_refused() -> None:
         ("gfx942", 65, 0, 4, 7),
         ("gfx942", 8, 0, 4, 8),  # 8 waves a SIMD
         ("gfx942", 64, 33000, 4, 1),
-        ("gfx1100", 64, 33000, 4, None),
+        ("gfx1100", 64, 33000, 4, 3),
     ],
 )
 def test_programs_of_an_sm(name: str, registers: int, shared: int, warps: int, ctas: int | None) -> None:

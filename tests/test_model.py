@@ -9,7 +9,7 @@ import pytest
 
 from tkv.errors import RangeError, UnsupportedError
 from tkv.ops.decode import plan_decode
-from tkv.tune.arch import Part, parts, reference_part
+from tkv.tune.arch import Part, arch, parts, reference_part
 from tkv.tune.cases import launch_of
 from tkv.tune.compile import Case, Report, compile_all
 from tkv.tune.configs import AttentionConfig
@@ -166,13 +166,14 @@ def test_decode_is_planned_as_the_op_plans_it(num_seqs: int) -> None:
     assert plan.tiles == num_seqs * 8 * 128
 
 
-def test_unknown_rates_bound_nothing() -> None:
+def test_unknown_rates_bound_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     found = predict(made_up(loop_shared_bytes=0), decode(64, 8192), replace(H100, gbps=None, bf16_tflops=None))
     assert found.unknown == ("memory", "tensor cores") and found.bound == "issue slots"
     with pytest.raises(UnsupportedError, match="H100 SXM, whose clock"):
         predict(made_up(), decode(64, 8192), replace(H100, clock_mhz=None))
+    monkeypatch.setattr("tkv.tune.analysis.arch_facts", lambda name: replace(arch(name), registers_per_sm=None))
     with pytest.raises(UnsupportedError, match="registers and warps"):
-        predict(made_up(name="gfx1100"), decode(64, 8192), H100)
+        predict(made_up(), decode(64, 8192), H100)
 
 
 def test_a_report_of_another_op_is_refused() -> None:

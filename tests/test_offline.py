@@ -146,10 +146,21 @@ def test_all_ops_have_tables_and_keys_that_an_op_does_not_take_are_left_out(monk
     assert all(case.head_dim == 128 for case, *_ in seen)
 
 
-@pytest.mark.parametrize("arch", ["gfx1100", "gfx1201"])
-def test_an_architecture_without_a_known_part_has_no_entries(monkeypatch: pytest.MonkeyPatch, arch: str) -> None:
+def test_an_architecture_without_a_known_part_has_no_entries(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = fake_compiler(monkeypatch, DEFAULT)
-    assert [table.entries for table in tune_offline(arch)] == [()] * 4 and not seen
+    monkeypatch.setattr("tkv.tune.offline.reference_part", lambda name: None)
+    assert [table.entries for table in tune_offline("gfx1100")] == [()] * 4 and not seen
+
+
+def test_a_related_architecture_tries_only_what_won_on_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow, fast = candidates("paged_decode", KEY, "sm100")[1:3]
+    fake_compiler(monkeypatch, fast)
+    tables = tune_offline("sm100", ["paged_decode"], keys=[KEY])
+    seen = fake_compiler(monkeypatch, slow)
+    other = KEY._replace(rows=32)
+    (table,) = tune_offline("sm103", ["paged_decode"], keys=[KEY, other], like=tables)
+    default = candidates("paged_decode", KEY, "sm103")[0]
+    assert [config for _, _, config in seen] == [default, fast] and not table.entries
 
 
 def test_sm103_is_modelled_by_the_part_of_its_family(monkeypatch: pytest.MonkeyPatch) -> None:

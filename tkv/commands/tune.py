@@ -48,6 +48,7 @@ def add(commands: Commands) -> None:
     modelled.add_argument("--offline", action="store_true", help="compile and model; compiled kernels are remembered from run to run")
     modelled.add_argument("--arch", type=arch, action="append", help="may be repeated")
     modelled.add_argument("--part", type=part, help="the GPU that is modelled (default: the first that is known of the architecture)")
+    modelled.add_argument("--like", type=arch, metavar="ARCH", help="try only what won on this related architecture, whose tables --out has")
     modelled.add_argument("--workers", type=positive, help="compiling processes (default: one a core)")
     measured = tune.add_argument_group("what is measured on a GPU")
     measured.add_argument("--shapes", type=models, metavar="MODEL,...", help=f"named models (default: {SHAPES})")
@@ -64,7 +65,7 @@ def _measure(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
 
     from tkv.ops.launch import interpreting
 
-    _refuse(args, parser, ("arch", "part", "workers"), "only with --offline; measuring is for the GPU at hand")
+    _refuse(args, parser, ("arch", "part", "like", "workers"), "only with --offline; measuring is for the GPU at hand")
     if not torch.cuda.is_available():
         raise CommandError("torch sees no GPU to measure on; `tkv tune --offline --arch sm90` needs none")
     if interpreting():
@@ -165,6 +166,7 @@ def _offline(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     places = [(name, op) for name in archs for op in args.op or OP_KINDS]
     # A damaged table is found before hours of compiling, not behind them.
     before = {place: load(path) for place in places if (path := table_path(args.out, *place)).exists()}
+    like = {op: load(table_path(args.out, args.like, op)) for op in args.op or OP_KINDS} if args.like else {}
     if args.resume:
         places = [place for place in places if place not in before or before[place].kernel_hash != kernel_hash(place[1])]
     written: list[Table] = []
@@ -179,7 +181,7 @@ def _offline(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
                     raise _OutOfTime
 
             try:
-                (table,) = tune_offline(name, [op], advance, Store(), args.workers, part=args.part)
+                (table,) = tune_offline(name, [op], advance, Store(), args.workers, part=args.part, like=[like[op]] if like else ())
             except (_OutOfTime, KeyboardInterrupt) as ended:
                 progress.note(f"{len(written)} of {len(places)} tables are in {args.out}; another run goes on from what is compiled")
                 if isinstance(ended, KeyboardInterrupt):

@@ -196,8 +196,8 @@ def reference_part(name: str) -> Part | None:
     Raises:
         UnsupportedError: tkv has no facts about this architecture.
 
-    >>> reference_part("sm90").name, reference_part("sm103").name, reference_part("gfx1100")
-    ('H100 SXM', 'B200', None)
+    >>> reference_part("sm90").name, reference_part("sm103").name, reference_part("gfx1100").name
+    ('H100 SXM', 'B200', 'RX 7900 XTX')
     """
     of_arch = {part.arch: part for part in reversed(parts())}
     return next((of_arch[one] for one in (name, *arch(name).family) if one in of_arch), None)

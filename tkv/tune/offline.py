@@ -172,6 +172,7 @@ def tune_offline(
     workers: int | None = None,
     keys: Iterable[Key] | None = None,
     part: Part | None = None,
+    like: Iterable[Table] = (),
 ) -> list[Table]:
     """Tables of what a model says, for an architecture without a GPU of it.
 
@@ -187,6 +188,7 @@ def tune_offline(
         workers: processes that compile; one a core if None.
         keys: those to make entries for, that an op has; `keys_of` it if None.
         part: the GPU that is modelled; `tkv.tune.arch.reference_part` if None.
+        like: tables of a related architecture; where there are some, only configs that won there are tried, on the keys where they did.
 
     Returns:
         A table for each op. They have no entries where no part of the architecture or its family is known.
@@ -200,7 +202,8 @@ def tune_offline(
         check_op(op)
     part = part or reference_part(arch)
     wanted = None if keys is None else tuple(keys)
-    trials = {op: [_Trial(key, candidates(op, key, arch), []) for key in _legal(op, arch, wanted)] if part else [] for op in ops}
+    proven = proven_by(like)
+    trials = {op: [_Trial(key, _tried(op, key, arch, proven), []) for key in _legal(op, arch, wanted)] if part else [] for op in ops}
     jobs = [(key_case(op, trial.key), arch, config) for op in ops for trial in trials[op] for config in trial.configs]
     places = [trial for op in ops for trial in trials[op] for _ in trial.configs]
     if progress is not None:
@@ -213,6 +216,27 @@ def tune_offline(
         Table.make(op, arch, [entry for trial in trials[op] if part for entry in entries_of(op, trial.key, trial.reports, part)])
         for op in ops
     ]
+
+
+def proven_by(tables: Iterable[Table]) -> dict[tuple[str, Key], list[AttentionConfig]] | None:
+    """The configs of tables by function and key, each once; None without tables."""
+    found: dict[tuple[str, Key], list[AttentionConfig]] = {}
+    tables = list(tables)
+    for table in tables:
+        for entry in table.entries:
+            configs = found.setdefault((table.op, entry.match), [])
+            if entry.config is not None and entry.config not in configs:
+                configs.append(entry.config)
+    return found if tables else None
+
+
+def _tried(op: str, key: Key, arch: str, proven: dict[tuple[str, Key], list[AttentionConfig]] | None) -> list[AttentionConfig]:
+    """The default and what is tried against it; nothing where nothing else is."""
+    if proven is None:
+        return candidates(op, key, arch)
+    default = default_config(op, arch, key)
+    others = [config for config in proven.get((op, key), ()) if config != default and not problems(config, arch, key)]
+    return [default, *others] if others else []
 
 
 def _legal(op: str, arch: str, keys: Sequence[Key] | None) -> Iterator[Key]:
@@ -238,7 +262,7 @@ def entries_of(op: str, key: Key, reports: Sequence[Report], part: Part) -> list
         Entries whose buckets hold every size, ``config`` None where the default is best; none if it is so everywhere.
     """
     shapes = shapes_for(op, key)
-    if reports[0].error or not reports[0].loop:
+    if not reports or reports[0].error or not reports[0].loop:
         return []
     usable = [reports[0], *(report for report in reports[1:] if not report_problems(report) and report.loop)]
     times = [[predict(report, shape, part).us for shape in shapes] for report in usable]
