@@ -1,6 +1,7 @@
 """tkv tune: arguments, what is measured, what is said, and what an interruption keeps."""
 
 import json
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -237,7 +238,7 @@ def test_a_related_architecture_gets_the_tables_of_the_other(modelled, capsys):
 
 
 def test_offline_needs_facts_about_a_gpu(modelled, capsys, monkeypatch):
-    monkeypatch.setattr("tkv.tune.arch.reference_part", lambda name: None)
+    monkeypatch.setattr(sys.modules["tkv.tune.arch"], "reference_part", lambda name: None)
     assert main(["tune", "--offline", "--arch", "gfx1100"]) == 1
     assert "no GPU of gfx1100 is known well enough to model" in capsys.readouterr().err
 

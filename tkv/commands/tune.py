@@ -48,7 +48,7 @@ def add(commands: Commands) -> None:
     modelled.add_argument("--offline", action="store_true", help="compile and model; compiled kernels are remembered from run to run")
     modelled.add_argument("--arch", type=arch, action="append", help="may be repeated")
     modelled.add_argument("--part", type=part, help="the GPU that is modelled (default: the first that is known of the architecture)")
-    modelled.add_argument("--like", type=arch, metavar="ARCH", help="try only what won on this related architecture, whose tables --out has")
+    modelled.add_argument("--like", type=arch, metavar="ARCH", help="try only what won on this related one, whose tables are in --out")
     modelled.add_argument("--workers", type=positive, help="compiling processes (default: one a core)")
     measured = tune.add_argument_group("what is measured on a GPU")
     measured.add_argument("--shapes", type=models, metavar="MODEL,...", help=f"named models (default: {SHAPES})")
