@@ -22,7 +22,7 @@ from tkv.tune import select, tables
 from tkv.tune.arch import ARCHS
 from tkv.tune.configs import AttentionConfig
 from tkv.tune.keys import OP_KINDS, Key, key_of, programs_of
-from tkv.tune.select import choose, coverage, explain
+from tkv.tune.select import Coverage, choose, coverage, explain
 from tkv.tune.tables import Bucket, Compiled, Entry, Run, Table, dump, table_path
 
 COMPILED = Compiled("3.9.0", registers=168, spills=0, shared=70000, ctas_per_sm=3)
@@ -120,12 +120,17 @@ def test_what_cannot_run_on_the_architecture_is_passed_over_and_said_so(folders,
     assert reason in rows[1].reason and rows[1].config == config
 
 
-def test_a_table_that_is_wrong_is_logged_once_in_one_line_and_ignored(folders, caplog):
+@pytest.mark.parametrize(
+    "content",
+    [b'{"schema": 99}', b"", b'{"op": "\xff"}', b"[" * 100_000, b"9" * 5000, None],
+    ids=["schema", "empty", "no text", "deep", "digits", "folder"],
+)
+def test_a_table_that_is_wrong_is_logged_once_in_one_line_and_ignored(folders, caplog, content):
     own, users = folders
     write(own, entry(A))
     path = table_path(users, "sm90", "paged_decode")
     path.parent.mkdir(parents=True)
-    path.write_text('{"schema": 99}')
+    path.mkdir() if content is None else path.write_bytes(content)
     with caplog.at_level(logging.WARNING, "tkv"):
         assert [chosen(), chosen(KEY._replace(page=1)), chosen()] == [A, default(KEY._replace(page=1)), A]
     assert len(caplog.records) == 1 and str(path) in caplog.text and "\n" not in caplog.records[0].getMessage()
@@ -243,6 +248,24 @@ def test_keys_that_count_are_those_that_a_window_and_a_hint_leave(folders):
     assert block_n(Options(scale=0.1, window=60), max_seq_len=50) == 32
 
 
+def test_explain_parses_no_table_again(folders, monkeypatch):
+    own, _ = folders
+    write(own, entry(A))
+    reads = Reads(monkeypatch)
+    for _ in range(2):
+        assert [row.outcome for row in explain("paged_decode", KEY, "sm90")] == ["no match", "no match", "chosen", "matched"]
+    # One table of each folder.
+    assert reads.count == 2
+
+
+@pytest.mark.parametrize("name", ["x" * 300, __file__])
+def test_a_folder_of_the_user_that_cannot_be_one_is_ignored(folders, monkeypatch, name):
+    own, _ = folders
+    write(own, entry(A))
+    monkeypatch.setenv(select.CONFIG_DIR, name)
+    assert chosen() == A
+
+
 @pytest.mark.parametrize("op", ["paged_decode", "prefix_prefill"])
 def test_deterministic_results_have_the_config_of_the_open_bucket_whatever_the_batch(folders, op):
     own, _ = folders
@@ -338,7 +361,9 @@ def test_coverage_counts_every_table_and_names_what_is_missing_or_wrong(folders)
     broken = table_path(own, "sm80", "key_scores")
     broken.parent.mkdir()
     broken.write_text("{")
-    rows = {(row.arch, row.op, row.format): row for row in coverage(own)}
+    found = coverage(own)
+    assert all(isinstance(row, Coverage) for row in found)
+    rows = {(row.arch, row.op, row.format): row for row in found}
     counts = {key: (row.entries, row.measured, row.modelled) for key, row in rows.items() if row.entries}
     assert counts == {
         ("sm90", "paged_decode", "fp16"): (1, 0, 1),

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -66,7 +67,18 @@ def wrong(change):
 
 WRONG = {
     "an unknown schema": (lambda d, e: d.update(schema=2), "t.json: schema: this version of tkv reads 1, got 2"),
-    "an unknown field": (lambda d, e: d.update(note="x"), r"t.json: unknown \['note'\]"),
+    "a flag for a schema": (lambda d, e: d.update(schema=True), "t.json: schema: this version of tkv reads 1, got True"),
+    "functions": (lambda d, e: d.update(op=["key_scores"]), r"t.json: op: expected paged_decode, .* got \['key_scores'\]"),
+    "a driver as a number": (lambda d, e: d["runs"][0].update(driver=580), "t.json: run 1: driver: expected text, got 580"),
+    "flags in flags": (lambda d, e: e[2]["match"].update(flags=[["tree"]]), "t.json: entry 3: match: flags: expected a list of names"),
+    "a bound that no float holds": (
+        lambda d, e: e[0]["bucket"].update(keys=10**400),
+        "t.json: entry 1: bucket: keys: .* from 0 to",
+    ),
+    "work that no float holds": (lambda d, e: e[0]["bucket"].update(work=10**400), "t.json: entry 1: bucket: work: expected .* from 0 to"),
+    "endless work": (lambda d, e: e[0]["bucket"].update(work=float("inf")), "t.json: entry 1: bucket: work: expected .*, got inf"),
+    "splits that no kernel counts": (lambda d, e: e[0]["config"].update(split_len=2**40), "t.json: entry 1: config.split_len: .* at most"),
+    "an unknown field": (lambda d, e: d.update(note="x"), r"t.json: unknown \['note'\]; the fields are schema, op, arch,"),
     "no hash": (lambda d, e: d.pop("kernel_hash"), r"t.json: missing \['kernel_hash'\]"),
     "another function": (lambda d, e: d.update(op="write_kv"), "t.json: op: expected paged_decode, .* got 'write_kv'"),
     "another arch": (lambda d, e: d.update(arch="sm75"), "t.json: arch: expected sm80, .* got 'sm75'"),
@@ -120,6 +132,48 @@ def test_a_file_that_is_no_table_or_stands_in_the_wrong_place_is_named(tmp_path)
         load(path)
     with pytest.raises(FileNotFoundError):
         load(tmp_path / "sm90" / "key_scores.json")
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        (b"", "no JSON: Expecting value"),
+        (b'{"op": "\xff"}', "no UTF-8 text: invalid start byte at byte 8"),
+        (b"[" * 100_000, "no JSON: maximum recursion depth"),
+        (b'{"schema": ' + b"9" * 5000 + b"}", "no JSON: Exceeds the limit"),
+        (b"\0" * 9, "no JSON: "),
+        (b"[]", r"expected an object, got \[\]"),
+        (None, "Is a directory"),
+    ],
+    ids=["empty", "no text", "deep", "digits", "zeros", "list", "folder"],
+)
+def test_whatever_a_file_holds_the_error_is_one_line_that_names_it(tmp_path, content, message):
+    path = tmp_path / "paged_decode.json"
+    path.mkdir() if content is None else path.write_bytes(content)
+    with pytest.raises(TableError, match=f"^{path}: {message}") as raised:
+        load(path)
+    assert "\n" not in str(raised.value) and len(str(raised.value)) < 400
+
+
+def test_a_table_that_may_not_be_read_is_named(tmp_path, monkeypatch):
+    def denied(*args, **more):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "read_text", denied)
+    with pytest.raises(TableError, match=r"t\.json: Permission denied"):
+        load(Path("t.json"))
+
+
+def test_a_name_that_stands_twice_in_an_object_is_refused_where_it_stands(tmp_path):
+    path = table_path(tmp_path, "sm90", "paged_decode")
+    for text, twice, message in (
+        ('"block_n": 32', '"block_n": 64, "block_n": 32', r"entry 3: config: .* unknown \['block_n \(twice\)'\]"),
+        ('"arch": "sm90"', '"arch": "sm80", "arch": "sm90"', r"unknown \['arch \(twice\)'\]"),
+    ):
+        dump(whole(), path)
+        path.write_text(path.read_text().replace(text, twice, 1))
+        with pytest.raises(TableError, match=f"paged_decode.json: {message}"):
+            load(path)
 
 
 def test_measured_beats_modelled_in_both_orders_and_runs_are_counted_anew():

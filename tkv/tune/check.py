@@ -120,7 +120,7 @@ def check(
                 table = tables.load(path)
             except FileNotFoundError:
                 continue
-            except (TableError, OSError) as error:
+            except TableError as error:
                 found.append(Problem(str(path), None, "", str(error)))
                 continue
             is_stale = table.kernel_hash != kernel_hash(op)

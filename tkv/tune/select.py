@@ -2,7 +2,8 @@
 
 In order: the call's ``config=``; the table of the GPU's architecture in the folder that the environment variable ``TKV_CONFIG_DIR`` names;
 tkv's own table of the architecture, or where there is none that of its family; the analytic default. A configuration that cannot run
-there is passed over. Only values that the host knows take part, so a captured graph and its replay agree.
+there is passed over, and so is one that was modelled, not measured, for another version of Triton. Only values that the host knows take
+part, so a captured graph and its replay agree.
 
 Tables are read, and candidates looked up, when a kind of call comes for the first time; see `forget`.
 """
@@ -13,10 +14,11 @@ import functools
 import logging
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tkv.tune import tables
 from tkv.tune.arch import ARCHS, configs_dir, parts
@@ -82,8 +84,8 @@ def choices_of(op: str, arch: str, key: Key, default_of: DefaultOf) -> Choices:
     """As `choices`, for a key, and looked up anew."""
     default = default_of(op, arch, key)
     sources = []
-    for _, found in _tables(op, arch):
-        entries = found.get(key, ()) if isinstance(found, dict) else ()
+    for source in _tables(op, arch):
+        entries = source.entries.get(key)
         if entries:
             sources.append([_row(entry, arch, default) for entry in entries])
     return Choices(default, sources)
@@ -119,7 +121,7 @@ def forget() -> None:
 
 
 def _row(entry: Entry, arch: str, default: AttentionConfig) -> tuple[float, float, AttentionConfig | None]:
-    config = default if entry.config is None else None if problems(entry, arch) else entry.config
+    config = default if entry.config is None else None if reasons_against(entry, arch) else entry.config
     return (*entry.bucket.order, config)
 
 
@@ -139,47 +141,70 @@ def problems(entry: Entry, arch: str) -> list[str]:
     return found
 
 
-def _tables(op: str, arch: str) -> Iterator[tuple[Path, dict[Key, tuple[Entry, ...]] | None]]:
-    """The tables that a call may take its config from, in order: (file, entries by key, or None where it cannot be read).
+def reasons_against(entry: Entry, arch: str) -> list[str]:
+    """Why a call passes an entry by: its `problems`, or it was modelled from what another Triton made of the kernel."""
+    found, now = problems(entry, arch), installed_triton()
+    if entry.origin == "modelled" and entry.compiled is not None and now is not None:
+        if entry.compiled.triton.split(".")[:2] != now.split(".")[:2]:
+            found.append(f"modelled from what Triton {entry.compiled.triton} makes of the kernel, {now} is installed")
+    return found
+
+
+class _Source(NamedTuple):
+    """A table as it was read.
+
+    Attributes:
+        path: its file.
+        table: what it holds; None where it is missing or wrong.
+        entries: of the table, by key.
+        problem: why there is no table.
+    """
+
+    path: Path
+    table: Table | None = None
+    entries: Mapping[Key, tuple[Entry, ...]] = MappingProxyType({})
+    problem: str = ""
+
+
+def _tables(op: str, arch: str) -> Iterator[_Source]:
+    """The tables that a call may take its config from, in order.
 
     The tables of an architecture's family stand in for a missing one: a key that a table leaves out is best served by the default.
     """
     own = os.environ.get(CONFIG_DIR)
     if own and _is_folder(own):
-        path = table_path(Path(own), arch, op)
-        yield path, _read(path)
+        yield _read(table_path(Path(own), arch, op))
     for name in (arch, *arch_facts(arch).family):
-        path = table_path(configs_dir(), name, op)
-        found = _read(path)
-        yield path, found
-        if found is not None:
+        source = _read(table_path(configs_dir(), name, op))
+        yield source
+        if source.table is not None:
             return
 
 
 @functools.lru_cache(maxsize=16)
 def _is_folder(name: str) -> bool:
     """Whether `CONFIG_DIR` names a folder; if not, it is logged."""
-    if not Path(name).is_dir():
+    if not os.path.isdir(name):
         _log.warning("%s is ignored: there is no folder %s", CONFIG_DIR, name)
         return False
     return True
 
 
 @functools.lru_cache(maxsize=256)
-def _read(path: Path) -> dict[Key, tuple[Entry, ...]] | None:
-    """The entries of a table by their keys; None where it is missing or wrong, which is logged."""
+def _read(path: Path) -> _Source:
+    """A table; that it is missing or wrong is logged."""
     try:
         table = tables.load(path)
     except FileNotFoundError:
         _log.info("no tuning table %s: its family's, or the default configuration, is used", path)
-        return None
-    except (TableError, OSError) as error:
+        return _Source(path, problem="no such table")
+    except TableError as error:
         _log.warning("a tuning table is ignored: %s", error)
-        return None
-    found: dict[Key, list[Entry]] = {}
+        return _Source(path, problem=str(error))
+    entries: dict[Key, tuple[Entry, ...]] = {}
     for entry in table.entries:
-        found.setdefault(entry.match, []).append(entry)
-    return {key: tuple(entries) for key, entries in found.items()}
+        entries[entry.match] = (*entries.get(entry.match, ()), entry)
+    return _Source(path, table, entries)
 
 
 @dataclass(frozen=True)
@@ -250,8 +275,7 @@ def explain(
     own = os.environ.get(CONFIG_DIR)
     if not own or not _is_folder(own):
         rows.append(Candidate(CONFIG_DIR, "no match", f"there is no folder {own}" if own else "not set"))
-    for path, found in _tables(op, arch):
-        rows.append(_candidate(op, path, found, key, arch, work, keys))
+    rows += [_candidate(source, key, arch, work, keys) for source in _tables(op, arch)]
     rows.append(Candidate("default", "matched", "", default_config(op, arch, key), "analytic"))
     first = next(i for i, row in enumerate(rows) if row.outcome == "matched")
     rows[first] = Candidate(**{**rows[first].__dict__, "outcome": "chosen"})
@@ -259,36 +283,27 @@ def explain(
     return [Candidate(**{**row.__dict__, "config": default}) if row.config is None and row.origin else row for row in rows]
 
 
-def _candidate(op: str, path: Path, found: dict[Key, tuple[Entry, ...]] | None, key: Key, arch: str, work: float, keys: float) -> Candidate:
+def _candidate(source: _Source, key: Key, arch: str, work: float, keys: float) -> Candidate:
     """What a table offers."""
-    if found is None:
-        return Candidate(str(path), "no match", _why_unread(path))
-    entries = found.get(key, ())
-    entry = next((entry for entry in entries if entry.bucket.holds(work, keys)), None)
+    name = str(source.path)
+    if source.table is None:
+        return Candidate(name, "no match", source.problem)
+    entry = next((entry for entry in source.entries.get(key, ()) if entry.bucket.holds(work, keys)), None)
     if entry is None:
-        near = sum(other[:4] == key[:4] for other in found)
-        return Candidate(str(path), "no match", f"no entry for {key.name}; {near} keys of these dims and this format, {len(found)} in all")
-    wrong = problems(entry, arch)
+        near = sum(other[:4] == key[:4] for other in source.entries)
+        many = len(source.entries)
+        return Candidate(name, "no match", f"no entry for {key.name}; {near} keys of these dims and this format, {many} in all")
+    wrong = reasons_against(entry, arch)
     return Candidate(
-        str(path),
+        name,
         "rejected" if wrong else "matched",
         "; ".join(wrong) if wrong else f"bucket {entry.bucket.name}",
         entry.config,
         entry.origin,
         entry.us,
         None if entry.compiled is None else entry.compiled.triton,
-        staleness(tables.load(path), [entry]),
+        staleness(source.table, [entry]),
     )
-
-
-def _why_unread(path: Path) -> str:
-    try:
-        tables.load(path)
-    except FileNotFoundError:
-        return "no such table"
-    except (TableError, OSError) as error:
-        return str(error)
-    return "no table"
 
 
 def staleness(table: Table, entries: Iterable[Entry] | None = None) -> str:
@@ -301,7 +316,6 @@ def staleness(table: Table, entries: Iterable[Entry] | None = None) -> str:
     return "; ".join(found)
 
 
-@functools.cache
 @dataclass(frozen=True)
 class Coverage:
     """What the tables hold of a function, an architecture and a format.
@@ -349,7 +363,7 @@ def coverage(folder: Path | None = None) -> list[Coverage]:
                 stand_in = next((name for name in arch_facts(arch).family if table_path(folder, name, op).is_file()), None)
                 rows.append(Coverage(arch, op, problem="no table" + (f", that of {stand_in} stands in" if stand_in else "")))
                 continue
-            except (TableError, OSError) as error:
+            except TableError as error:
                 rows.append(Coverage(arch, op, problem=str(error)))
                 continue
             rows += _covered(table)

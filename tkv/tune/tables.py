@@ -21,6 +21,10 @@ from tkv.tune.keys import ALL_TUNABLES, OP_KINDS, TUNABLES, Key, kernel_hash
 
 SCHEMA = 1
 ORIGINS = ("measured", "modelled")
+# Numbers up to here are the same in every reader of JSON.
+MOST = 2**53
+# The kernel counts keys in 32 bits.
+MOST_CONFIG = 2**31 - 1
 # The kernel of key_scores heeds no number of stages.
 _UNUSED = {"num_stages": 1}
 
@@ -195,10 +199,15 @@ def load(path: Path) -> Table:
         TableError: unreadable, an unknown schema, field, key or tunable, a config that cannot be launched, a gap in the buckets, or an
             entry that does not say how it is known; one line with the file and the entry.
     """
-    text = path.read_text(encoding="utf-8")
     try:
-        data = json.loads(text)
-    except ValueError as error:
+        data = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_object)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise TableError(f"{path}: {error.strerror or error}") from None
+    except UnicodeDecodeError as error:
+        raise TableError(f"{path}: no UTF-8 text: {error.reason} at byte {error.start}") from None
+    except (ValueError, RecursionError) as error:
         raise TableError(f"{path}: no JSON: {error}") from None
     table = parse(data, str(path))
     if (table.arch, table.op) != (path.parent.name, path.stem):
@@ -206,21 +215,29 @@ def load(path: Path) -> Table:
     return table
 
 
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON. A name that comes twice is made one that no object has, to be refused where it stands."""
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        found[f"{name} (twice)" if name in found else name] = value
+    return found
+
+
 def parse(data: Any, source: str) -> Table:
     """A table from what its JSON holds; `source` is what messages call it. Raises `TableError` as `load` does."""
     try:
         header = _fields_of(data, ("schema", "op", "arch", "kernel_hash", "tunables", "runs", "entries"))
-        if header["schema"] != SCHEMA:
-            raise ValueError(f"schema: this version of tkv reads {SCHEMA}, got {header['schema']!r}")
+        if type(header["schema"]) is not int or header["schema"] != SCHEMA:
+            raise ValueError(f"schema: this version of tkv reads {SCHEMA}, got {header['schema']!r:.80}")
         op, arch = header["op"], header["arch"]
-        if op not in OP_KINDS:
-            raise ValueError(f"op: expected {', '.join(OP_KINDS)}, got {op!r}")
+        if not isinstance(op, str) or op not in OP_KINDS:
+            raise ValueError(f"op: expected {', '.join(OP_KINDS)}, got {op!r:.80}")
         if arch not in ARCHS:
-            raise ValueError(f"arch: expected {', '.join(ARCHS)}, got {arch!r}")
+            raise ValueError(f"arch: expected {', '.join(ARCHS)}, got {arch!r:.80}")
         if header["tunables"] != list(TUNABLES[op]):
-            raise ValueError(f"tunables: the kernel has {', '.join(TUNABLES[op])}, got {header['tunables']!r}")
+            raise ValueError(f"tunables: the kernel has {', '.join(TUNABLES[op])}, got {header['tunables']!r:.200}")
         if not isinstance(header["kernel_hash"], str):
-            raise ValueError(f"kernel_hash: expected text, got {header['kernel_hash']!r}")
+            raise ValueError(f"kernel_hash: expected text, got {header['kernel_hash']!r:.80}")
         for name in ("runs", "entries"):
             if not isinstance(header[name], list):
                 raise ValueError(f"{name}: expected a list, got {type(header[name]).__name__}")
@@ -248,22 +265,23 @@ def _fields_of(data: Any, names: Iterable[str], optional: Iterable[str] = ()) ->
     unknown = sorted(set(data) - set(names) - set(optional))
     missing = [name for name in names if name not in data]
     if unknown or missing:
-        raise ValueError(", ".join(text for text in (unknown and f"unknown {unknown}", missing and f"missing {missing}") if text))
+        wrong = ", ".join(text for text in (unknown and f"unknown {unknown}", missing and f"missing {missing}") if text)
+        raise ValueError(f"{wrong}; the fields are {', '.join((*names, *optional))}")
     return {**dict.fromkeys(optional), **data}
 
 
 def _number(data: dict[str, Any], name: str, kinds: tuple[type, ...] = (int,), least: float = 0) -> None:
     value = data[name]
-    if type(value) not in kinds or not least <= value < math.inf:
+    if type(value) not in kinds or not least <= value <= MOST:
         wanted = "an integer" if kinds == (int,) else "a number"
-        raise ValueError(f"{name}: expected {wanted} of at least {least:g}, got {value!r}")
+        raise ValueError(f"{name}: expected {wanted} from {least:g} to {MOST}, got {value!r:.80}")
 
 
 def _run(data: Any) -> Run:
     data = _fields_of(data, [field.name for field in fields(Run)])
-    for name in ("device", "triton", "torch", "date", "method"):
-        if not isinstance(data[name], str):
-            raise TypeError(f"{name}: expected text, got {data[name]!r}")
+    for name in ("device", "driver", "triton", "torch", "date", "method"):
+        if not isinstance(data[name], str) and not (name == "driver" and data[name] is None):
+            raise TypeError(f"{name}: expected text, got {data[name]!r:.80}")
     _number(data, "sms", least=1)
     _number(data, "noise", (int, float))
     return Run(**data)
@@ -272,7 +290,7 @@ def _run(data: Any) -> Run:
 def _entry(data: Any, op: str, num_runs: int) -> Entry:
     data = _fields_of(data, ("match", "bucket", "config", "origin", "compiled"), ("us", "run"))
     if data["origin"] not in ORIGINS:
-        raise ValueError(f"origin: expected {' or '.join(ORIGINS)}, got {data['origin']!r}")
+        raise ValueError(f"origin: expected {' or '.join(ORIGINS)}, got {data['origin']!r:.80}")
     is_measured = data["origin"] == "measured"
     if is_measured != (data["us"] is not None):
         raise ValueError("us: an entry has it if and only if its origin is measured")
@@ -281,16 +299,23 @@ def _entry(data: Any, op: str, num_runs: int) -> Entry:
     if is_measured != (data["run"] is not None):
         raise ValueError("run: an entry has it if and only if its origin is measured")
     if is_measured and (type(data["run"]) is not int or not 0 <= data["run"] < num_runs):
-        raise ValueError(f"run: expected an index below {num_runs}, the number of runs, got {data['run']!r}")
+        raise ValueError(f"run: expected an index below {num_runs}, the number of runs, got {data['run']!r:.80}")
     if (data["config"] is None) != (data["compiled"] is None):
         raise ValueError("compiled: an entry has it if and only if it has a config")
     try:
-        match = Key.of(_fields_of(data["match"], Key._fields))
+        match = _match(data["match"])
     except (ValueError, TypeError) as error:
         raise ValueError(f"match: {error}") from None
     config = None if data["config"] is None else _config(data["config"], op)
     compiled = None if data["compiled"] is None else _compiled(data["compiled"])
     return Entry(match, _bucket(data["bucket"]), config, data["origin"], compiled, data["us"], data["run"])
+
+
+def _match(data: Any) -> Key:
+    data = _fields_of(data, Key._fields)
+    if not isinstance(data["flags"], list) or not all(isinstance(flag, str) for flag in data["flags"]):
+        raise TypeError(f"flags: expected a list of names, got {data['flags']!r:.80}")
+    return Key.of(data)
 
 
 def _bucket(data: Any) -> Bucket:
@@ -307,13 +332,14 @@ def _bucket(data: Any) -> Bucket:
 
 def _config(data: Any, op: str) -> AttentionConfig:
     if not isinstance(data, dict):
-        raise TypeError(f"config: expected an object or null, got {data!r}")
+        raise TypeError(f"config: expected an object or null, got {data!r:.80}")
     unknown = sorted(set(data) - set(TUNABLES[op]))
     if unknown:
         raise ValueError(f"config: tunables of {op} are {', '.join(TUNABLES[op])}; unknown {unknown}")
     for name, value in data.items():
-        if type(value) is not int:
-            raise ValueError(f"config.{name}: expected an integer, got {value!r}")
+        if type(value) is not int or value > MOST_CONFIG:
+            wanted = f"at most {MOST_CONFIG}" if type(value) is int else "an integer"
+            raise ValueError(f"config.{name}: expected {wanted}, got {value!r:.80}")
     return AttentionConfig.of({**{name: value for name, value in _UNUSED.items() if name not in TUNABLES[op]}, **data})
 
 
@@ -325,7 +351,7 @@ def _compiled(data: Any) -> Compiled:
         if data["ctas_per_sm"] is not None:
             _number(data, "ctas_per_sm")
         if not isinstance(data["triton"], str):
-            raise TypeError(f"triton: expected text, got {data['triton']!r}")
+            raise TypeError(f"triton: expected text, got {data['triton']!r:.80}")
     except (ValueError, TypeError) as error:
         raise ValueError(f"compiled: {error}") from None
     return Compiled(**data)
