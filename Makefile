@@ -90,6 +90,16 @@ test: $(call ready,test) ## the tests and the examples in the documentation
 deep: $(call ready,test) ## long randomised tests
 	@workers=$(XDIST); set -x; $(IN_TREE) TKV_PROFILE=deep $(PY) -m pytest -q $$workers tests $(ARGS)
 
+.PHONY: check-tables
+check-tables: $(call ready,tune) ## compile what the tuning tables choose: what has changed, and a sample of the rest
+	@rev=$$(git rev-parse -q --verify HEAD~1 2>/dev/null || true); set -x; $(TKV) check $${rev:+--changed $$rev} $(ARGS)
+
+.PHONY: bench
+bench: $(call ready,bench) ## count the instructions of the kernels against the committed baseline; with a GPU measure times too
+	$(IN_TREE) $(PY) perf/instructions.py --out bench
+	@if $(PY) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then set -x; $(IN_TREE) $(PY) perf/bench_ops.py --out bench $(ARGS); \
+	    else echo "No GPU: nothing is timed."; fi
+
 .PHONY: lint
 lint: $(call ready,dev) ## ruff and mypy
 	$(PY) -m ruff check .
@@ -116,7 +126,7 @@ endif
 
 .PHONY: clean
 clean: ## remove environments, caches and built files
-	rm -rf .venv .venv-sanitize build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-sanitize bench build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find tkv tests perf -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
 
 $(VENV)/bin/python $(SANITIZE_VENV)/bin/python:

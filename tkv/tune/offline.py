@@ -83,7 +83,7 @@ def candidates(op: str, key: Key, arch: str, wide: bool = False) -> list[Attenti
         op: one of ``tkv.tune.keys.OP_KINDS``.
         key: of the calls.
         arch: the architecture.
-        wide: all neighbours of the default in every direction, for measuring; else about six, for each costs a second to compile.
+        wide: all neighbours of the default in every direction, for measuring; else five at most, for each costs a second to compile.
 
     Returns:
         Configs without `problems_of`, each once, the analytic default first, then those that differ least from it.
@@ -94,7 +94,7 @@ def candidates(op: str, key: Key, arch: str, wide: bool = False) -> list[Attenti
     Example:
         >>> found = candidates("paged_decode", Key(128, 128, "bf16", "bf16", rows=16, page=16), "sm90")
         >>> [(config.block_n, config.num_warps, config.num_stages) for config in found]
-        [(128, 4, 2), (64, 4, 2), (128, 4, 3), (128, 2, 2), (64, 2, 2), (256, 4, 2)]
+        [(128, 4, 2), (64, 4, 2), (128, 2, 2), (64, 2, 2), (256, 4, 2)]
     """
     check_op(op)
     default = default_config(op, arch, key)
@@ -123,8 +123,8 @@ def candidates(op: str, key: Key, arch: str, wide: bool = False) -> list[Attenti
 
 
 # (block_m, block_n, num_warps: factors; num_stages: what is added), most promising first.
-_DECODE_MOVES = ((1, 0.5, 1, 0), (1, 1, 1, 1), (1, 1, 0.5, 0), (1, 0.5, 0.5, 0), (1, 2, 1, 0))
-_PREFILL_MOVES = ((1, 0.5, 1, 0), (1, 1, 1, 1), (0.5, 1, 0.5, 0), (1, 1, 0.5, 0), (1, 2, 1, 0))
+_DECODE_MOVES = ((1, 0.5, 1, 0), (1, 1, 0.5, 0), (1, 0.5, 0.5, 0), (1, 2, 1, 0))
+_PREFILL_MOVES = ((1, 0.5, 1, 0), (0.5, 1, 0.5, 0), (1, 1, 0.5, 0), (1, 2, 1, 0))
 
 
 def problems(config: AttentionConfig, arch: str, key: Key) -> list[str]:
