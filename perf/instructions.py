@@ -17,7 +17,8 @@ from typing import Any
 from tkv.commands.output import Progress, print_table
 from tkv.tune.analysis import analyse
 from tkv.tune.arch import ARCHS
-from tkv.tune.compile import OP_KINDS, Case, Report, compile_all
+from tkv.tune.compile import Case, Report, compile_all
+from tkv.tune.keys import OP_KINDS
 from tkv.tune.store import Store
 
 BASELINES = Path(__file__).with_name("baselines")

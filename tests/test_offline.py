@@ -13,9 +13,9 @@ from tkv.ops.attention import default_config
 from tkv.tune import ARCHS, offline
 from tkv.tune.arch import parts
 from tkv.tune.cases import launch_of
-from tkv.tune.compile import OP_KINDS, Case, Report
+from tkv.tune.compile import Case, Report
 from tkv.tune.configs import AttentionConfig
-from tkv.tune.keys import Key, key_case, key_of_shape, size_of_shape
+from tkv.tune.keys import OP_KINDS, Key, key_case, key_of_shape, size_of_shape
 from tkv.tune.offline import MAX_TIME, buckets_of, candidates, entries_of, keys_of, problems, shapes_for, tune_offline
 from tkv.tune.select import choose
 from tkv.tune.store import Store

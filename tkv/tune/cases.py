@@ -32,8 +32,6 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 # A batch and a table like an engine's; sizes that reach the kernel as run-time values only.
 NUM_SEQS, MAX_PAGES, NUM_KV_HEADS = 8, 512, 8
 ATTENTION = ("decode", "prefill", "prefill_cached", "level", "scores")
-# Ops with tunables, and the cases that are their kernels.
-OP_KINDS = {"paged_decode": "decode", "prefix_prefill": "prefill", "shared_prefix_decode": "level", "key_scores": "scores"}
 OPS = (*ATTENTION, "merge", "depth", "write", "copy", "gather", "quantize", "channels", "compact", "rotate")
 
 

@@ -24,13 +24,13 @@ from tkv.kernels.args import Attend
 from tkv.ops.launch import Launch
 from tkv.tune import machine_code
 from tkv.tune.arch import arch as arch_facts
-from tkv.tune.cases import ATTENTION, OP_KINDS, OPS, Case, config_override, launch_of
+from tkv.tune.cases import ATTENTION, OPS, Case, config_override, launch_of
 from tkv.tune.configs import AttentionConfig
 
 if TYPE_CHECKING:
     from tkv.tune.store import Store
 
-__all__ = ["ATTENTION", "OPS", "OP_KINDS", "Case", "Report", "compile_all", "compile_launch", "launch_of", "report"]
+__all__ = ["ATTENTION", "OPS", "Case", "Report", "compile_all", "compile_launch", "launch_of", "report"]
 
 DIED = "the compiler's process died"
 Job: TypeAlias = "tuple[Case, str] | tuple[Case, str, AttentionConfig | None]"

@@ -10,8 +10,9 @@ from tkv.errors import RangeError, UnsupportedError
 from tkv.ops.launch import padded
 from tkv.tune.analysis import UNITS, TileCost, bytes_per_cycle, dims_of, tile_cost, token_bytes
 from tkv.tune.arch import Part
-from tkv.tune.compile import OP_KINDS, Report
+from tkv.tune.compile import Report
 from tkv.tune.configs import MAX_SCRATCH_BYTES, AttentionConfig, deterministic_plan, split_plan
+from tkv.tune.keys import OP_KINDS
 from tkv.tune.limits import report_problems
 
 # Of the data sheet's bandwidth, what a plain copy reaches.
@@ -31,7 +32,7 @@ class Shape:
     """A call of an op: what its time depends on.
 
     Attributes:
-        op: a public function with tunables, one of ``tkv.tune.compile.OP_KINDS``.
+        op: a public function with tunables, one of ``tkv.tune.keys.OP_KINDS``.
         num_seqs: sequences of the batch; of `shared_prefix_decode` those that share the keys.
         q_len: query rows of a sequence.
         kv_len: keys of a sequence, new ones included; of `shared_prefix_decode` the keys that all share.

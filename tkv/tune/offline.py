@@ -12,10 +12,10 @@ from tkv.errors import RangeError, TkvError
 from tkv.ops.attention import compute_dtypes, default_config
 from tkv.tune.arch import Part, reference_part
 from tkv.tune.arch import arch as arch_facts
-from tkv.tune.cases import DTYPES, NUM_KV_HEADS, OP_KINDS, launch_of
+from tkv.tune.cases import DTYPES, NUM_KV_HEADS, launch_of
 from tkv.tune.compile import Report, compile_all
 from tkv.tune.configs import AttentionConfig
-from tkv.tune.keys import Key, check_op, key_case, size_of_shape
+from tkv.tune.keys import OP_KINDS, Key, check_op, key_case, size_of_shape
 from tkv.tune.limits import ctas_per_sm, problems_of, report_problems
 from tkv.tune.model import Shape, predict
 from tkv.tune.tables import Bucket, Compiled, Entry, Table
