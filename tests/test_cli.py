@@ -87,6 +87,7 @@ def test_demo_passes_its_arguments_on(environ, monkeypatch):
         (CommandError("no GPU"), 1, "tkv: no GPU\n"),
         (UnsupportedError("unknown arch"), 1, "tkv: unknown arch\n"),
         (PermissionError(13, "Permission denied", "map.png"), 1, "tkv: map.png: Permission denied\n"),
+        (OSError(28, "No space left on device"), 1, "tkv: stdout: No space left on device\n"),
         (KeyboardInterrupt(), 130, "interrupted"),
     ],
 )
@@ -150,3 +151,10 @@ def test_a_reader_that_has_read_enough_ends_the_command_quietly():
     )
     ended = subprocess.run(f'"{sys.executable}" -c "{code}" | true', shell=True, capture_output=True, text=True)
     assert ended.stderr == ""
+
+
+@pytest.mark.parametrize(("target", "status", "error"), [("&-", 0, ""), ("/dev/full", 1, "tkv: stdout: No space left on device\n")])
+def test_a_stdout_that_takes_nothing_is_no_traceback(target, status, error):
+    command = f'"{sys.executable}" -m tkv.cli size --kv-heads 8 --head-dim 64 >{target}'
+    ended = subprocess.run(command, shell=True, capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (status, error)

@@ -19,6 +19,7 @@ from tkv.tune.cases import Case, launch_of
 from tkv.tune.compile import Report, config_of
 from tkv.tune.configs import AttentionConfig
 from tkv.tune.keys import OP_KINDS, Key, key_case, key_of_case
+from tkv.tune.versions import installed_triton
 
 LOOP = {"HMMA": 32, "MUFU": 8, "LDSM": 16, "LDGSTS": 8, "IMAD": 64}
 
@@ -102,6 +103,10 @@ def test_keys_of_cases_are_those_of_tables(op, rows):
         (["paged_decode", "--arch", "sm90", "--format", "int4/group32", "--head-dim", "40"], "multiple of 32, got 40"),
         (["paged_decode", "--arch", "sm90", "--dtype", "fp16"], "a bf16 cache needs q"),
         (["paged_decode", "--arch", "sm90", "--group", "129"], "at most 128"),
+        (["paged_decode", "--arch", "sm90", "--group", "1" + "0" * 20], "argument --group: expected at most 2147483647"),
+        (["paged_decode", "--arch", "sm90", "--q-len", "1" + "0" * 5000], "argument --q-len: expected an integer"),
+        (["paged_decode", "--arch", "sm90", "--page-size", "1e3"], "argument --page-size: expected an integer of at least 1, got '1e3'"),
+        (["paged_decode", "--arch", "sm90", "--config", "block_n=16,block_n=32"], "block_n: given twice"),
         (["paged_decode", "--arch", "sm90", "--config", "blockn=64"], "unknown tunable 'blockn'"),
         (["paged_decode", "--arch", "sm90", "--config", "block_n=x"], "block_n: expected an integer"),
         (["paged_decode", "--arch", "sm90", "--config", "block_n=48"], "power of two"),
@@ -143,7 +148,7 @@ def test_the_config_is_the_one_that_the_function_takes(compiled, capsys):
 
 
 def test_the_config_of_a_table_is_named(compiled, monkeypatch, tmp_path, capsys):
-    config, entry = AttentionConfig(16, 32, 4, 3), tables.Compiled("3.9.0", 100, 0, 30000, 3)
+    config, entry = AttentionConfig(16, 32, 4, 3), tables.Compiled(str(installed_triton()), 100, 0, 30000, 3)
     key = Key(128, 128, "bf16", "bf16", 16, 16)
     entries = [
         tables.Entry(key, tables.Bucket(0.2), replace(config, num_warps=2), "modelled", entry),

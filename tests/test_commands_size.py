@@ -108,6 +108,12 @@ def test_table_names_formats_that_the_shape_cannot_have(capsys):
         ([*LLAMA, "--format", "bf16+bf16+bf16"], "K+V"),
         (["--kv-heads", "8", "--head-dim", "40", "--format", "int4/group32"], "multiple of 32, got 40"),
         (["--kv-heads", "1", "--head-dim", "64", "--v-head-dim", "128", "--shared"], "at most its 64 dims"),
+        ([*LLAMA, "--tokens", "1e5"], "argument --tokens: expected an integer of at least 1, got '1e5'"),
+        ([*LLAMA, "--tokens", str(2**31)], "argument --tokens: expected at most 2147483647"),
+        (
+            ["--kv-heads", "8", "--head-dim", "64", "--shared", *(f"--{name}={2**31 - 1}" for name in ("batch", "tokens"))],
+            "more than torch",
+        ),
     ],
 )
 def test_mistakes_give_one_line(argv, message, capsys):

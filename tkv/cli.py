@@ -43,7 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         interpret_without_gpu()
     try:
         status = int(args.run(args))
-        sys.stdout.flush()
+        # Without stdout, as under `>&-`, print does nothing.
+        print(end="", flush=True)
         return status
     except (CommandError, DemoError, TkvError) as error:
         print(f"tkv: {error}", file=sys.stderr)
@@ -53,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:
-        print(f"tkv: {error.filename or 'a file'}: {error.strerror or error}", file=sys.stderr)
+        print(f"tkv: {'stdout' if error.filename is None else error.filename}: {error.strerror or error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("tkv: interrupted", file=sys.stderr)

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 Value = TypeVar("Value")
 
+# Sizes are 32-bit numbers on a GPU.
+MOST = 2**31 - 1
 _SECONDS = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600}
 
 
@@ -26,10 +28,7 @@ def positive(text: str) -> int:
         >>> positive("16")
         16
     """
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"expected at least 1, got {number}")
-    return number
+    return _integer(text, 1)
 
 
 def positives(text: str) -> list[int]:
@@ -49,10 +48,7 @@ def at_least_0(text: str) -> int:
         >>> at_least_0("0")
         0
     """
-    number = int(text)
-    if number < 0:
-        raise argparse.ArgumentTypeError(f"expected at least 0, got {number}")
-    return number
+    return _integer(text, 0)
 
 
 def duration(text: str) -> float:
@@ -133,6 +129,17 @@ def formats(text: str) -> str:
     if len(names) > 2:
         raise argparse.ArgumentTypeError(f"expected one format or K+V, got {text!r}")
     return names[0] if len(set(names)) == 1 else "+".join(names)
+
+
+def _integer(text: str, least: int) -> int:
+    try:
+        number = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected an integer of at least {least}, got {text!r:.40}") from None
+    if not least <= number <= MOST:
+        wanted = f"at least {least}" if number < least else f"at most {MOST}"
+        raise argparse.ArgumentTypeError(f"expected {wanted}, got {text!r:.40}")
+    return number
 
 
 def _checked(read: Callable[[str], Value], text: str) -> Value:

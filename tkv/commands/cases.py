@@ -103,6 +103,8 @@ def overrides(text: str) -> dict[str, int]:
         name, _, value = item.partition("=")
         if name.strip() not in known:
             raise argparse.ArgumentTypeError(f"unknown tunable {name.strip()!r}; known are {', '.join(known)}")
+        if name.strip() in found:
+            raise argparse.ArgumentTypeError(f"{name.strip()}: given twice")
         try:
             found[name.strip()] = int(value)
         except ValueError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from dataclasses import asdict, dataclass
 
 from tkv.cache import KVCache
@@ -60,7 +61,10 @@ class Geometry:
         if kinds[0] != kinds[1]:
             raise UnsupportedError(f"v: a view of K has its format, {kinds[0]}")
         scale = 1.0 if kinds[0].is_static else None
-        cache = KVCache.empty(*shape, kinds, device="meta", k_scale=scale, v_scale=scale)
+        try:
+            cache = KVCache.empty(*shape, kinds, device="meta", k_scale=scale, v_scale=scale)
+        except RuntimeError:
+            raise UnsupportedError(f"{math.prod(shape):.1e} numbers of K are more than torch can count") from None
         v = cache.k[..., : kinds[0].stored_dim(self.v_head_dim)]
         return KVCache(cache.k, v, cache.k_scale, format=kinds).nbytes
 
