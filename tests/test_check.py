@@ -203,8 +203,14 @@ def test_what_a_table_did_not_have_at_a_revision_is_compiled(tmp_path, compiler)
         (64, "sm80", GOOD),
         (64, "sm90", GOOD),
     }
-    with pytest.raises(UnsupportedError, match="since: there is no git revision 'nowhere'"):
-        check(folder=tmp_path, since="nowhere")
+    for revision in ("nowhere", "--help"):
+        with pytest.raises(UnsupportedError, match=f"since: there is no git revision '{revision}'"):
+            check(folder=tmp_path, since=revision)
+
+
+def test_a_revision_is_wrong_even_where_there_is_no_table(tmp_path):
+    with pytest.raises(UnsupportedError, match="since: there is no git revision 'HEAD'"):
+        check(folder=tmp_path, since="HEAD")
 
 
 def test_names_that_do_not_exist_are_refused(tmp_path):

@@ -150,6 +150,8 @@ def test_a_wrong_table_leaves_everything_as_it_was(tmp_path, capsys):
         (["merge", ".", ".", "-o", "out"], "no tables"),
         (["merge", "table", "table"], "no JSON"),
         (["merge", "/dev/null/x", "table"], "no file or folder"),
+        (["merge", "table", "table", "-o", "."], "-o .: expected a file, as A and B are"),
+        (["merge", ".", ".", "-o", "table"], "-o table: expected a folder, as A and B are"),
     ],
 )
 def test_what_cannot_be_done_is_one_line(argv, message, tmp_path, monkeypatch, capsys):

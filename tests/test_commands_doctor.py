@@ -137,6 +137,21 @@ def test_variables(name, value, status, text, machine, capsys):
     assert look(capsys)[1][name] == (status, text)
 
 
+def test_a_variable_that_is_empty_is_not_set(machine, capsys):
+    machine["TKV_CONFIG_DIR"] = ""
+    assert "TKV_CONFIG_DIR" not in look(capsys)[1]
+
+
+def test_a_table_of_the_users_that_calls_pass_over_is_a_problem(machine, capsys, tmp_path):
+    (tmp_path / "sm90").mkdir()
+    wrong = tmp_path / "sm90" / "key_scores.json"
+    wrong.write_bytes(b'{"op": "\xff"}')
+    machine["TKV_CONFIG_DIR"] = str(tmp_path)
+    status, found, _ = look(capsys)
+    assert (status, found["TKV_CONFIG_DIR"][0]) == (1, "ok")
+    assert found["sm90/key_scores"] == ("problem", f"{wrong}: no UTF-8 text: invalid start byte at byte 8")
+
+
 def test_a_cache_that_cannot_be_written_is_noted(capsys, machine, tmp_path):
     (tmp_path / "file").touch()
     machine["TKV_CACHE_DIR"] = str(tmp_path / "file" / "cache")

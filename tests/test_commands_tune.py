@@ -34,8 +34,9 @@ def result(shape, gain):
 
 
 @pytest.fixture
-def measured(monkeypatch):
+def measured(monkeypatch, tmp_path):
     """A GPU whose tuner finds every other shape 10 % faster, and the arguments that it got."""
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(launch, "interpreting", lambda: False)
     calls = []
@@ -102,6 +103,17 @@ def test_results_are_a_table_and_progress_goes_to_stderr(measured, capsys):
     found = json.loads(capsys.readouterr().out)
     assert [row["best"] and row["best"]["block_n"] for row in found["results"]] == [None, 64]
     assert [failure["reason"] for failure in found["failures"]] == ["hang: no answer"]
+
+
+@pytest.mark.parametrize("offline", [False, True])
+def test_a_folder_that_cannot_be_made_is_said_before_anything_is_done(offline, measured, monkeypatch, capsys, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(sys.modules["tkv.tune.offline"], "tune_offline", None)
+    argv = ["--offline", "--arch", "sm90"] if offline else []
+    assert main(["tune", *argv, "--out", "file/tables"]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("tkv: --out: cannot make the folder file/tables") and error.endswith(": Not a directory\n")
+    assert measured == []
 
 
 def test_nothing_measured_is_a_failure(measured, capsys):

@@ -5,6 +5,7 @@ import logging
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,8 +25,9 @@ from tkv.tune.configs import AttentionConfig
 from tkv.tune.keys import OP_KINDS, Key, key_of, programs_of
 from tkv.tune.select import Coverage, choose, coverage, explain
 from tkv.tune.tables import Bucket, Compiled, Entry, Run, Table, dump, table_path
+from tkv.tune.versions import installed_triton
 
-COMPILED = Compiled("3.9.0", registers=168, spills=0, shared=70000, ctas_per_sm=3)
+COMPILED = Compiled(str(installed_triton()), registers=168, spills=0, shared=70000, ctas_per_sm=3)
 KEY = Key(64, 64, "fp16", "fp16", 16, 16)
 A, B, C = (AttentionConfig(16, 16 * n, 4, 1) for n in (1, 2, 4))
 RUN = Run("H100 SXM", 132, None, "3.9.0", "2.13.0", "2026-11-02", "cold L2", 0.8)
@@ -105,7 +107,7 @@ def test_the_first_bucket_that_holds_the_work_is_taken_bounds_included(folders):
     "config, compiled, reason",
     [
         (AttentionConfig(16, 512, 4, 4), COMPILED, "bytes of shared memory for tiles in flight, sm86 has 101376"),
-        (A, Compiled("3.9.0", 100, 0, 101377, 1), "needs 101377 bytes of shared memory, sm86 has 101376"),
+        (A, replace(COMPILED, shared=101377), "needs 101377 bytes of shared memory, sm86 has 101376"),
         (AttentionConfig(128, 512, 1, 1), COMPILED, "registers a thread"),
     ],
 )
@@ -134,6 +136,21 @@ def test_a_table_that_is_wrong_is_logged_once_in_one_line_and_ignored(folders, c
     with caplog.at_level(logging.WARNING, "tkv"):
         assert [chosen(), chosen(KEY._replace(page=1)), chosen()] == [A, default(KEY._replace(page=1)), A]
     assert len(caplog.records) == 1 and str(path) in caplog.text and "\n" not in caplog.records[0].getMessage()
+
+
+def test_what_another_triton_makes_of_a_kernel_is_no_reason_to_choose_it_but_a_measurement_is(folders):
+    own, _ = folders
+    old = replace(COMPILED, triton="0.1.0")
+    write(own, entry(A, compiled=old))
+    assert chosen() == default()
+    row = explain("paged_decode", KEY, "sm90")[2]
+    assert (row.outcome, row.config) == ("rejected", A)
+    assert row.reason == f"modelled from what Triton 0.1.0 makes of the kernel, {installed_triton()} is installed"
+    write(own, Entry(KEY, Bucket(), A, "measured", old, 12.5, 0), runs=[RUN])
+    assert chosen() == A
+    near = ".".join([*str(installed_triton()).split(".")[:2], "99"])
+    write(own, entry(A, compiled=replace(COMPILED, triton=near)))
+    assert chosen() == A
 
 
 def test_a_table_that_is_missing_is_logged_once_below_warnings(folders, caplog):
@@ -327,6 +344,8 @@ def test_explain_says_of_every_source_what_became_of_it(folders):
     assert [(row.outcome, row.config) for row in rows[1:]] == [("chosen", default()), ("matched", B), ("matched", default())]
     rows = explain("paged_decode", KEY, "sm90", config={"block_m": 16, "block_n": 32, "num_warps": 4, "num_stages": 1})
     assert [row.outcome for row in rows] == ["chosen", "matched", "matched", "matched"]
+    rows = explain("paged_decode", KEY, "sm90", config=AttentionConfig(128, 512, 1, 1))
+    assert rows[0].outcome == "chosen" and rows[0].reason.startswith("cannot run: needs at least 2304 registers a thread")
     rows = explain("paged_decode", KEY._replace(rows=32), "sm90")
     assert rows[1].reason == f"no entry for {KEY._replace(rows=32).name}; 2 keys of these dims and this format, 2 in all"
     assert [row.outcome for row in rows] == ["no match", "no match", "no match", "chosen"]

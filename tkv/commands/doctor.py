@@ -216,15 +216,28 @@ def _folders(has_gpu: bool) -> Iterator[Finding]:
 
 def _variables(has_gpu: bool) -> Iterator[Finding]:
     for name, value in sorted(os.environ.items()):
-        if name in VARIABLES and value:
+        if name in VARIABLES:
+            if not value:
+                continue
             status, text = "ok", f"{value}: {VARIABLES[name]}" if _is_set(name) else f"{value}: off"
             if name == "TRITON_INTERPRET" and has_gpu and _is_set(name):
                 status, text = "note", f"{text}, although there is a GPU"
-            if name == "TKV_CONFIG_DIR" and not Path(value).is_dir():
+            if name == "TKV_CONFIG_DIR" and not os.path.isdir(value):
                 status, text = "problem", f"{value}: no such folder"
             yield Finding(name, status, text)
+            if name == "TKV_CONFIG_DIR" and status == "ok":
+                yield from _wrong_tables(Path(value))
         elif name.startswith("TKV_"):
             yield Finding(name, "note", f"{value}: no variable of tkv's that this version knows")
+
+
+def _wrong_tables(folder: Path) -> Iterator[Finding]:
+    """Tables of the user's that calls pass over."""
+    from tkv.tune.select import coverage
+
+    for row in coverage(folder):
+        if row.is_wrong:
+            yield Finding(f"{row.arch}/{row.op}", "problem", row.problem)
 
 
 def _is_set(name: str) -> bool:

@@ -32,6 +32,8 @@ def _run(args: argparse.Namespace) -> int:
             raise CommandError(f"no file or folder {path}")
     if args.first.is_dir() != args.second.is_dir():
         raise CommandError(f"one is a folder and one a file: {args.first}, {args.second}")
+    if args.out is not None and args.out.exists() and args.out.is_dir() != args.first.is_dir():
+        raise CommandError(f"-o {args.out}: expected a {'folder' if args.first.is_dir() else 'file'}, as A and B are")
     if not args.first.is_dir():
         table, conflicts = merge(load(args.first), load(args.second))
         _tell(conflicts)

@@ -20,7 +20,6 @@ from tkv.tune.keys import OP_KINDS, key_of_case, programs_of_case
 
 if TYPE_CHECKING:
     from tkv.tune.cases import Case
-    from tkv.tune.select import Coverage
 
 
 def add(commands: Commands) -> None:
@@ -50,7 +49,7 @@ def _coverage(args: argparse.Namespace) -> int:
     if args.dir is not None and not args.dir.is_dir():
         raise CommandError(f"--dir: no folder {args.dir}")
     rows = [row for row in coverage(args.dir) if (not args.arch or row.arch in args.arch) and (not args.op or row.op in args.op)]
-    wrong = [row.problem for row in rows if _is_wrong(row)]
+    wrong = [row.problem for row in rows if row.is_wrong]
     if args.json:
         print_json([asdict(row) for row in rows])
     else:
@@ -64,20 +63,15 @@ def _coverage(args: argparse.Namespace) -> int:
                     "measured": row.measured or None,
                     "modelled": row.modelled or None,
                     "Triton": ", ".join(row.triton),
-                    "state": "wrong, see below" if _is_wrong(row) else row.problem or row.stale or "holds",
+                    "state": "wrong, see below" if row.is_wrong else row.problem or row.stale or "holds",
                 }
                 for row in rows
             ]
         )
-        sys.stdout.flush()
+        print(end="", flush=True)
     for line in wrong:
         print(f"tkv: {line}", file=sys.stderr)
     return 1 if wrong else 0
-
-
-def _is_wrong(row: Coverage) -> bool:
-    """The table is there, but cannot be used."""
-    return bool(row.problem) and not row.problem.startswith("no table")
 
 
 def _explain(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
@@ -87,6 +81,8 @@ def _explain(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
 
     if args.op or (args.arch and len(args.arch) > 1):
         parser.error("argument --explain: it is about one function, which it names, and one --arch")
+    if args.dir is not None:
+        parser.error("argument --explain: it looks where calls do; set TKV_CONFIG_DIR instead of --dir")
     op, *words = args.explain or [""]
     if op not in OP_KINDS:
         parser.error(f"argument --explain: expected one of {', '.join(OP_KINDS)}, got {op!r}")
@@ -117,7 +113,9 @@ def _explain(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
                 "outcome": row.outcome,
                 "config": config_text(row.config, op),
                 "how known": row.origin + ("" if row.us is None else f", {row.us:g} us"),
-                "why": "; ".join(text for text in (row.reason, row.stale and f"stale: {row.stale}") if text),
+                "why": "; ".join(
+                    text for text in (row.reason.removeprefix(f"{row.source}: "), row.stale and f"stale: {row.stale}") if text
+                ),
             }
             for row in candidates
         ]

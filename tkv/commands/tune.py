@@ -76,6 +76,7 @@ def _measure(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     shapes = list(dict.fromkeys(_shapes(args)))
     if not shapes:
         parser.error("no shapes: where all layers have a window, sequences must be longer than that")
+    _make_folder(args.out)
     with Progress("measuring", len(shapes)) as progress:
 
         def advance(shape: Shape, result: Result | None) -> None:
@@ -100,6 +101,13 @@ def _measure(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         measured = f"{len(tuner.results)} of {len(shapes)} shapes measured, {len(tuner.failures)} failed"
         print(f"\n{measured}; TKV_CONFIG_DIR={args.out} uses the tables, `tkv merge` joins them with others")
     return 0 if tuner.results else 1
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CommandError(f"--out: cannot make the folder {folder}: {error.strerror}") from error
 
 
 def _refuse(args: argparse.Namespace, parser: argparse.ArgumentParser, names: Sequence[str], reason: str) -> None:
@@ -164,7 +172,9 @@ def _offline(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
             raise CommandError(f"no GPU of {name} is known well enough to model")
     end = math.inf if args.budget is None else time.monotonic() + args.budget
     places = [(name, op) for name in archs for op in args.op or OP_KINDS]
-    # A damaged table is found before hours of compiling, not behind them.
+    # What is wrong with the folder or a table in it is found before hours of compiling, not behind them.
+    for name in archs:
+        _make_folder(args.out / name)
     before = {place: load(path) for place in places if (path := table_path(args.out, *place)).exists()}
     like = {op: load(table_path(args.out, args.like, op)) for op in args.op or OP_KINDS} if args.like else {}
     if args.resume:

@@ -110,6 +110,8 @@ def check(
         arch_facts(arch)
     for op in ops:
         check_op(op)
+    if since is not None:
+        _check_revision(folder, since)
     found = list(_strays(folder)) if len(archs) == len(ARCHS) and len(ops) == len(OP_KINDS) else []
     places: list[_Place] = []
     changed: set[_Place] = set()
@@ -150,12 +152,19 @@ def _strays(folder: Path) -> Iterator[Problem]:
             )
 
 
+def _check_revision(folder: Path, since: str) -> None:
+    known = _git(folder, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{since}^{{commit}}")
+    if known.returncode:
+        raise UnsupportedError(f"since: there is no git revision {since!r} of {folder}")
+
+
+def _git(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["git", "-C", str(folder), *args], capture_output=True, text=True, encoding="utf-8", errors="replace")
+
+
 def _known(path: Path, since: str) -> set[str]:
     """Lines of the table at a revision; empty if it was not there."""
-    git = ["git", "-C", str(path.parent)]
-    if subprocess.run([*git, "rev-parse", "--verify", "--quiet", f"{since}^{{commit}}"], capture_output=True).returncode:
-        raise UnsupportedError(f"since: there is no git revision {since!r} of {path.parent}")
-    shown = subprocess.run([*git, "show", f"{since}:./{path.name}"], capture_output=True, text=True)
+    shown = _git(path.parent, "show", f"{since}:./{path.name}")
     return {line.rstrip(",") for line in shown.stdout.splitlines()} if shown.returncode == 0 else set()
 
 

@@ -129,12 +129,7 @@ def problems(entry: Entry, arch: str) -> list[str]:
     """Why an entry's config cannot run on an architecture, its own or another of the family; empty if it can, or is the default."""
     if entry.config is None:
         return []
-    key = entry.match
-    bits = min(4 if kind.dtype == "int4" else 8 * kind.torch_dtype.itemsize for kind in key.formats)
-    found = problems_of(
-        entry.config, arch, key.head_dim, 32 if key.dtype == "fp32" else 16, v_head_dim=key.v_head_dim, bits=bits,
-        shared="shared" in key.flags,
-    )  # fmt: skip
+    found = _problems_of(entry.config, entry.match, arch)
     limit = arch_facts(arch).shared_per_block
     if entry.compiled is not None and entry.compiled.shared > limit:
         found.append(f"needs {entry.compiled.shared} bytes of shared memory, {arch} has {limit}")
@@ -148,6 +143,14 @@ def reasons_against(entry: Entry, arch: str) -> list[str]:
         if entry.compiled.triton.split(".")[:2] != now.split(".")[:2]:
             found.append(f"modelled from what Triton {entry.compiled.triton} makes of the kernel, {now} is installed")
     return found
+
+
+def _problems_of(config: AttentionConfig, key: Key, arch: str) -> list[str]:
+    """What is known before compiling."""
+    bits = min(4 if kind.dtype == "int4" else 8 * kind.torch_dtype.itemsize for kind in key.formats)
+    return problems_of(
+        config, arch, key.head_dim, 32 if key.dtype == "fp32" else 16, v_head_dim=key.v_head_dim, bits=bits, shared="shared" in key.flags
+    )
 
 
 class _Source(NamedTuple):
@@ -271,7 +274,9 @@ def explain(
     if config is None:
         rows.append(Candidate("config=", "no match", "not given"))
     else:
-        rows.append(Candidate("config=", "matched", "", AttentionConfig.of(config), "call"))
+        given = AttentionConfig.of(config)
+        wrong = _problems_of(given, key, arch)
+        rows.append(Candidate("config=", "matched", f"cannot run: {'; '.join(wrong)}" if wrong else "", given, "call"))
     own = os.environ.get(CONFIG_DIR)
     if not own or not _is_folder(own):
         rows.append(Candidate(CONFIG_DIR, "no match", f"there is no folder {own}" if own else "not set"))
@@ -338,6 +343,11 @@ class Coverage:
     triton: tuple[str, ...] = ()
     stale: str = ""
     problem: str = ""
+
+    @property
+    def is_wrong(self) -> bool:
+        """There is a table, but it cannot be used."""
+        return bool(self.problem) and not self.problem.startswith("no table")
 
 
 def coverage(folder: Path | None = None) -> list[Coverage]:
