@@ -102,6 +102,15 @@ def test_merged_tables_go_to_stdout_or_to_a_file(tmp_path, capsys):
     }
 
 
+def test_a_table_is_not_written_where_nothing_reads_it(tmp_path, capsys, monkeypatch):
+    a, out = write(tmp_path / "a", modelled(SMALL)), tmp_path / "out.json"
+    assert main(["merge", str(a), str(a), "-o", str(out)]) == 1
+    assert capsys.readouterr().err == f"tkv: -o {out}: a table of paged_decode on sm90 is read from sm90/paged_decode.json only\n"
+    assert not out.exists()
+    monkeypatch.chdir(a.parent)
+    assert main(["merge", str(a), str(a), "-o", a.name]) == 0
+
+
 def test_conflicts_are_told_on_stderr(tmp_path, capsys):
     a = write(tmp_path / "a", measured(SMALL, 10.0), runs=[RUN])
     b = write(tmp_path / "b", measured(LARGE, 9.0), runs=[RUN])

@@ -140,6 +140,13 @@ def test_instructions_are_counted_for_a_token_or_for_a_row_and_key(compiled, cap
     assert (found["loop"]["per"], found["loop"]["warp_instructions"]) == ("row and key", 128 * 4 / (64 * 32))
 
 
+def test_what_a_compiler_passes_over_is_a_problem(compiled, capsys):
+    status, found = inspect(capsys, "paged_decode", "--arch", "gfx942", "--config", "max_registers=64")
+    assert (status, found["problems"]) == (1, ["max_registers: only NVIDIA's compiler takes it, not that of gfx942"])
+    status, found = inspect(capsys, "paged_decode", "--arch", "sm90", "--config", "max_registers=64")
+    assert (status, found["problems"]) == (0, [])
+
+
 def test_the_config_is_the_one_that_the_function_takes(compiled, capsys):
     _, found = inspect(capsys, "paged_decode", "--part", "h200")
     assert (found["arch"], found["config_from"]) == ("sm90", "analytic default")

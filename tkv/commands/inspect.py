@@ -100,7 +100,7 @@ def _config(args: argparse.Namespace, case: Case, arch: str) -> AttentionConfig 
 def _numbers(report: Report, args: argparse.Namespace) -> dict[str, Any]:
     """What there is to say about a report, for JSON."""
     from tkv.tune.arch import arch as facts_of
-    from tkv.tune.limits import ctas_per_sm, report_problems
+    from tkv.tune.limits import ctas_per_sm
 
     facts = facts_of(report.arch)
     return {
@@ -119,8 +119,19 @@ def _numbers(report: Report, args: argparse.Namespace) -> dict[str, Any]:
         "ctas_per_sm": None if report.error else ctas_per_sm(facts, report.registers, report.shared, report.num_warps),
         "instructions": len(report.code),
         "loop": _loop(report, args.part),
-        "problems": report_problems(report),
+        "problems": _problems(report, args),
     }
+
+
+def _problems(report: Report, args: argparse.Namespace) -> list[str]:
+    """Why the kernel cannot run, or that a compiler passes over what the arguments ask for."""
+    from tkv.tune.limits import report_problems
+    from tkv.tune.select import config_problems
+
+    found = report_problems(report)
+    if found or not args.config or report.config is None:
+        return found
+    return config_problems(report.config, key_of_case(args.op, report.case), report.arch)
 
 
 def _loop(report: Report, part: Part | None) -> dict[str, Any] | None:

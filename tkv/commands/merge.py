@@ -25,7 +25,7 @@ def add(commands: Commands) -> None:
 
 def _run(args: argparse.Namespace) -> int:
     from tkv.tune.merging import merge
-    from tkv.tune.tables import dump, dumps, load
+    from tkv.tune.tables import dump, dumps, load, table_path
 
     for path in (args.first, args.second):
         if not path.exists():
@@ -40,6 +40,8 @@ def _run(args: argparse.Namespace) -> int:
         if args.out is None:
             print(dumps(table), end="")
         else:
+            if table_path(Path(), table.arch, table.op).parts != args.out.absolute().parts[-2:]:
+                raise CommandError(f"-o {args.out}: a table of {table.op} on {table.arch} is read from {table.arch}/{table.op}.json only")
             dump(table, args.out)
         return 0
     if args.out is None:

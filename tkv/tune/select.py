@@ -129,7 +129,7 @@ def problems(entry: Entry, arch: str) -> list[str]:
     """Why an entry's config cannot run on an architecture, its own or another of the family; empty if it can, or is the default."""
     if entry.config is None:
         return []
-    found = _problems_of(entry.config, entry.match, arch)
+    found = config_problems(entry.config, entry.match, arch)
     limit = arch_facts(arch).shared_per_block
     if entry.compiled is not None and entry.compiled.shared > limit:
         found.append(f"needs {entry.compiled.shared} bytes of shared memory, {arch} has {limit}")
@@ -145,8 +145,8 @@ def reasons_against(entry: Entry, arch: str) -> list[str]:
     return found
 
 
-def _problems_of(config: AttentionConfig, key: Key, arch: str) -> list[str]:
-    """What is known before compiling."""
+def config_problems(config: AttentionConfig, key: Key, arch: str) -> list[str]:
+    """Why a config cannot run for a key on an architecture, as far as it is known before compiling."""
     bits = min(4 if kind.dtype == "int4" else 8 * kind.torch_dtype.itemsize for kind in key.formats)
     return problems_of(
         config, arch, key.head_dim, 32 if key.dtype == "fp32" else 16, v_head_dim=key.v_head_dim, bits=bits, shared="shared" in key.flags
@@ -275,7 +275,7 @@ def explain(
         rows.append(Candidate("config=", "no match", "not given"))
     else:
         given = AttentionConfig.of(config)
-        wrong = _problems_of(given, key, arch)
+        wrong = config_problems(given, key, arch)
         rows.append(Candidate("config=", "matched", f"cannot run: {'; '.join(wrong)}" if wrong else "", given, "call"))
     own = os.environ.get(CONFIG_DIR)
     if not own or not _is_folder(own):
