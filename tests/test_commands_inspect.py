@@ -106,6 +106,12 @@ def test_keys_of_cases_are_those_of_tables(op, rows):
         (["paged_decode", "--arch", "sm90", "--group", "1" + "0" * 20], "argument --group: expected at most 2147483647"),
         (["paged_decode", "--arch", "sm90", "--q-len", "1" + "0" * 5000], "argument --q-len: expected an integer"),
         (["paged_decode", "--arch", "sm90", "--page-size", "1e3"], "argument --page-size: expected an integer of at least 1, got '1e3'"),
+        (["paged_decode", "--arch", "sm90", "--shared", "--head-dim", "32", "--v-head-dim", "64"], "a view of K has at most its 32 dims"),
+        (
+            ["paged_decode", "--arch", "sm90", "--shared", "--v-head-dim", "64", "--format", "int4/token_head"],
+            "cannot be a view of some dims",
+        ),
+        (["paged_decode", "--arch", "sm90", "--shared", "--format", "int8/token_head+bf16"], "--format: a view of K has its format"),
         (["paged_decode", "--arch", "sm90", "--config", "block_n=16,block_n=32"], "block_n: given twice"),
         (["paged_decode", "--arch", "sm90", "--config", "blockn=64"], "unknown tunable 'blockn'"),
         (["paged_decode", "--arch", "sm90", "--config", "block_n=x"], "block_n: expected an integer"),
@@ -152,6 +158,16 @@ def test_the_config_is_the_one_that_the_function_takes(compiled, capsys):
     assert (found["arch"], found["config_from"]) == ("sm90", "analytic default")
     assert compiled == [(Case("decode"), "sm90", None)]
     assert AttentionConfig(**found["config"]) == config_of(launch_of(Case("decode"), "sm90"))
+
+
+@pytest.mark.parametrize("op", OP_KINDS)
+@pytest.mark.parametrize("group", ["8", "128"])
+def test_without_tables_every_function_takes_the_analytic_default(op, group, compiled, capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(select, "configs_dir", lambda: tmp_path)
+    select.forget()
+    _, found = inspect(capsys, op, "--arch", "sm90", "--group", group)
+    assert found["config_from"] == "analytic default"
+    select.forget()
 
 
 def test_the_config_of_a_table_is_named(compiled, monkeypatch, tmp_path, capsys):

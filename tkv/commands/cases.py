@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 from typing import TYPE_CHECKING
 
 from tkv.commands.arguments import formats, positive
-from tkv.errors import UnsupportedError
+from tkv.errors import RangeError, UnsupportedError
 from tkv.tune.keys import DTYPES, OP_KINDS, TUNABLES
 
 if TYPE_CHECKING:
@@ -69,11 +69,17 @@ def case_of(op: str, args: argparse.Namespace) -> Case:
     from tkv.tune.cases import Case
 
     kinds = parse_pair(args.format.split("+") if "+" in args.format else args.format)
+    if args.shared and (args.v_head_dim or 0) > args.head_dim:
+        raise RangeError(f"--v-head-dim: a view of K has at most its {args.head_dim} dims, got {args.v_head_dim}")
     dtype = args.dtype or next((kind.dtype for kind in kinds if kind.is_native), "bf16")
     scales = [1.0 if kind.is_static else None for kind in kinds]
     cache = KVCache.empty(
         1, args.page_size, 1, args.head_dim, kinds, device="meta", v_head_dim=args.v_head_dim, k_scale=scales[0], v_scale=scales[1]
     )
+    if args.shared:
+        if kinds[0] != kinds[1]:
+            raise UnsupportedError(f"--format: a view of K has its format, got {args.format}")
+        KVCache(cache.k, cache.k[..., : kinds[0].stored_dim(cache.v_head_dim)], cache.k_scale, format=kinds)
     if op in OP_KINDS:
         check_queries(torch.empty(1, args.group, args.head_dim, dtype=TORCH_DTYPES[dtype], device="meta"), cache)
     elif op == "rotate_keys" and not cache.is_native:

@@ -171,12 +171,18 @@ def _origin(report: Report, args: argparse.Namespace) -> str | None:
     if args.config:
         return "--config"
     work = programs_of_case(args.op, report.case, NUM_SEQS, NUM_KV_HEADS) / num_sms(torch.device("meta"))
-    # What a launch does not show is left out.
-    launched = replace(report.config, split_len=None)
+    launched = _as_launched(report.config, args.op, report.case)
     for row in explain(args.op, key_of_case(args.op, report.case), report.arch, work=work, keys=MAX_PAGES * report.case.page_size):
-        if row.config is not None and row.outcome != "rejected" and replace(row.config, split_len=None) == launched:
+        if row.config is not None and row.outcome != "rejected" and _as_launched(row.config, args.op, report.case) == launched:
             return "analytic default" if row.source == "default" else f"{row.source} ({row.origin})"
-    return "a table"
+    return None
+
+
+def _as_launched(config: AttentionConfig, op: str, case: Case) -> AttentionConfig:
+    """What a launch shows of a config: no length of splits, and of key_scores no stages and a tile of at least a group's heads."""
+    if op == "key_scores":
+        config = replace(config, block_m=max(config.block_m, 1 << (case.group - 1).bit_length()), num_stages=1)
+    return replace(config, split_len=None)
 
 
 def _row(numbers: dict[str, Any]) -> dict[str, object]:
@@ -212,7 +218,9 @@ def _print_one(numbers: dict[str, Any], op: str) -> None:
     ctas, loop = numbers["ctas_per_sm"], numbers["loop"]
     facts = {
         "arch": numbers["arch"],
-        "config": f"{config_text(config, op)} ({numbers['config_from']})" if config else f"num_warps={numbers['num_warps']}",
+        "config": f"{config_text(config, op)} ({numbers['config_from'] or 'source unknown'})"
+        if config
+        else f"num_warps={numbers['num_warps']}",
         "registers": f"{numbers['registers']} a thread, {numbers['spills']} spilled",
         "shared memory": f"{numbers['shared']:,} bytes a program, of {numbers['shared_limit']:,}",
         "CTAs per SM": "unknown" if ctas is None else str(ctas),
