@@ -158,3 +158,12 @@ def test_a_stdout_that_takes_nothing_is_no_traceback(target, status, error):
     command = f'"{sys.executable}" -m tkv.cli size --kv-heads 8 --head-dim 64 >{target}'
     ended = subprocess.run(command, shell=True, capture_output=True, text=True)
     assert (ended.returncode, ended.stderr) == (status, error)
+
+
+def test_a_name_that_stdout_cannot_encode_is_escaped(tmp_path):
+    (tmp_path / "\xfc" / "sm90").mkdir(parents=True)
+    (tmp_path / "\xfc" / "sm90" / "key_scores.json").write_text("{")
+    argv = [sys.executable, "-m", "tkv.cli", "check", "--dir", str(tmp_path / "\xfc")]
+    ended = subprocess.run(argv, capture_output=True, text=True, env={**os.environ, "PYTHONIOENCODING": "ascii"})
+    assert ended.returncode == 1
+    assert ended.stdout.startswith(f"{tmp_path}/\\xfc/sm90/key_scores.json: no JSON") and "Traceback" not in ended.stderr
