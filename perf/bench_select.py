@@ -19,9 +19,10 @@ from tkv.tune import select
 from tkv.tune.configs import AttentionConfig
 from tkv.tune.keys import Key
 from tkv.tune.tables import Bucket, Compiled, Entry, Table, dump, table_path
+from tkv.tune.versions import installed_triton
 
 KEY = Key(128, 128, "bf16", "fp8_e4m3/tensor", 16, 16)
-COMPILED = Compiled("3.9.0", registers=168, spills=0, shared=70000, ctas_per_sm=3)
+COMPILED = Compiled(installed_triton() or "", registers=168, spills=0, shared=70000, ctas_per_sm=3)
 
 
 def timed(call, times: int, batch: int = 1) -> list[float]:

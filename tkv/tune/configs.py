@@ -50,8 +50,9 @@ class AttentionConfig:
                 raise RangeError(f"config.{name}: expected a power of two from {low} to {high}, got {value!r}")
         if not isinstance(self.num_stages, int) or not 1 <= self.num_stages <= 8:
             raise RangeError(f"config.num_stages: expected 1 to 8, got {self.num_stages!r}")
-        if self.split_len is not None and (not isinstance(self.split_len, int) or self.split_len < 1 or self.split_len % self.block_n):
-            raise RangeError(f"config.split_len: expected a multiple of block_n ({self.block_n}) or None, got {self.split_len!r}")
+        split_len = self.split_len
+        if split_len is not None and (not isinstance(split_len, int) or not 1 <= split_len < 2**31 or split_len % self.block_n):
+            raise RangeError(f"config.split_len: expected a multiple of block_n ({self.block_n}) below 2^31 or None, got {split_len!r}")
         if self.max_registers is not None and (not isinstance(self.max_registers, int) or not 32 <= self.max_registers <= 255):
             raise RangeError(f"config.max_registers: expected 32 to 255 or None, got {self.max_registers!r}")
 
