@@ -17,9 +17,9 @@ from tkv.tune.compile import Case, Report
 from tkv.tune.configs import AttentionConfig
 from tkv.tune.keys import OP_KINDS, Key, key_case, key_of_shape, size_of_shape
 from tkv.tune.offline import MAX_TIME, buckets_of, candidates, entries_of, keys_of, problems, shapes_for, tune_offline
-from tkv.tune.select import choose
+from tkv.tune.select import choose, forget
 from tkv.tune.store import Store
-from tkv.tune.tables import Bucket, Table, dumps
+from tkv.tune.tables import Bucket, Table, dump, dumps, table_path
 
 H100 = next(part for part in parts() if part.name == "H100 SXM")
 KEY = Key(128, 128, "bf16", "bf16", rows=16, page=16)
@@ -126,14 +126,17 @@ def fake_compiler(monkeypatch: pytest.MonkeyPatch, fast: AttentionConfig) -> lis
     return seen
 
 
-def test_a_table_gives_the_winner_to_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_table_gives_the_winner_to_calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     default, fast = candidates("paged_decode", KEY, "sm90")[:2]
     seen, steps = fake_compiler(monkeypatch, fast), []
     (table,) = tune_offline("sm90", ["paged_decode"], progress=lambda *step: steps.append(step), keys=[KEY])
     assert isinstance(table, Table) and [entry.config for entry in table.entries] == [fast] and "modelled" in dumps(table)
     assert [config for _, _, config in seen] == candidates("paged_decode", KEY, "sm90")
     assert steps == [(done, len(seen)) for done in range(len(seen) + 1)]
-    monkeypatch.setattr("tkv.tune.select._tables", lambda op, arch: iter([(Path("x"), {KEY: table.entries})]))
+    monkeypatch.setattr("tkv.tune.select.installed_triton", lambda: "3.7.0")
+    monkeypatch.setenv("TKV_CONFIG_DIR", str(tmp_path))
+    dump(table, table_path(tmp_path, "sm90", "paged_decode"))
+    forget()
     assert choose("paged_decode", "sm90", KEY, 8, 132, 4096, default) == fast
     assert choose("paged_decode", "sm90", KEY._replace(page=1), 8, 132, 4096, default) == default
 
@@ -153,14 +156,14 @@ def test_an_architecture_without_a_known_part_has_no_entries(monkeypatch: pytest
 
 
 def test_a_related_architecture_tries_only_what_won_on_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    slow, fast = candidates("paged_decode", KEY, "sm100")[1:3]
+    fast = candidates("paged_decode", KEY, "sm100")[1]
     fake_compiler(monkeypatch, fast)
     tables = tune_offline("sm100", ["paged_decode"], keys=[KEY])
-    seen = fake_compiler(monkeypatch, slow)
+    seen = fake_compiler(monkeypatch, fast)
     other = KEY._replace(rows=32)
     (table,) = tune_offline("sm103", ["paged_decode"], keys=[KEY, other], like=tables)
     default = candidates("paged_decode", KEY, "sm103")[0]
-    assert [config for _, _, config in seen] == [default, fast] and not table.entries
+    assert [config for _, _, config in seen] == [default, fast] and table.entries[-1].config == fast
 
 
 def test_sm103_is_modelled_by_the_part_of_its_family(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,3 +208,11 @@ def test_an_interrupted_run_goes_on_where_it_was(tmp_path: Path, monkeypatch: py
 
 def test_a_case_of_a_key_is_what_is_compiled() -> None:
     assert key_case("paged_decode", KEY) == Case("decode")
+
+
+def test_key_scores_get_one_config_for_all_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    key = keys_of("key_scores")[0]
+    fast = candidates("key_scores", key, "sm90")[1]
+    fake_compiler(monkeypatch, fast)
+    (table,) = tune_offline("sm90", ["key_scores"], keys=[key])
+    assert [(entry.bucket, entry.config) for entry in table.entries] == [(Bucket(None, None), fast)]
