@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from tkv.errors import RangeError, TkvError
 from tkv.ops.attention import compute_dtypes, default_config
+from tkv.tune.analysis import analyse
 from tkv.tune.arch import Part, reference_part
 from tkv.tune.arch import arch as arch_facts
 from tkv.tune.cases import DTYPES, NUM_KV_HEADS, launch_of
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 # A modelled config must take at most so much of the default's time.
 MAX_TIME = 0.95
+# Of the default's warp instructions for the same work: what a model overlooks costs instructions first.
+MAX_INSTRUCTIONS = 1.1
 # Configs this close to a size's best one count as equal: of them that is taken which is best over all sizes.
 CLOSE = 1.02
 
@@ -177,7 +180,8 @@ def tune_offline(
     """Tables of what a model says, for an architecture without a GPU of it.
 
     Every key's candidates are compiled, and `tkv.tune.model.predict` gives their times for `shapes_for` the key. A config that does not
-    compile, does not fit or spills never wins; another wins where it takes at most 95 % of the default's time. Neighbouring sizes with the
+    compile, does not fit or spills never wins, nor does one whose loop has over 110 % of the default's instructions; another wins where it
+    takes at most 95 % of the default's time. Neighbouring sizes with the
     same winner are one bucket; keys where the default is best everywhere have no entry.
 
     Args:
@@ -264,7 +268,9 @@ def entries_of(op: str, key: Key, reports: Sequence[Report], part: Part) -> list
     shapes = shapes_for(op, key)
     if not reports or reports[0].error or not reports[0].loop:
         return []
+    most = MAX_INSTRUCTIONS * analyse(reports[0], part).num_instructions
     usable = [reports[0], *(report for report in reports[1:] if not report_problems(report) and report.loop)]
+    usable = [report for report in usable if report is reports[0] or analyse(report, part).num_instructions <= most]
     times = [[predict(report, shape, part).us for shape in shapes] for report in usable]
     if op == "key_scores":
         # One config for all batches: that of the geometric mean of all sizes.
