@@ -185,7 +185,7 @@ def test_the_config_of_a_table_is_named(compiled, monkeypatch, tmp_path, capsys)
     try:
         _, found = inspect(capsys, "paged_decode", "--arch", "sm90")
         assert (AttentionConfig(**found["config"]), found["config_from"]) == (config, f"{path} (modelled)")
-        _, found = inspect(capsys, "paged_decode", "--arch", "sm90", "--head-dim", "64")
+        _, found = inspect(capsys, "paged_decode", "--arch", "sm90", "--head-dim", "40")
         assert found["config_from"] == "analytic default"
     finally:
         select.forget()

@@ -187,7 +187,7 @@ def test_rows_that_move_are_read_by_all_warps_before_any_is_written() -> None:
 
 def test_packed_instructions_are_used_where_the_hardware_has_them() -> None:
     jobs = [(Case("decode", "bf16", kind), arch) for kind in ("fp8_e4m3/tensor", "int8/token_head") for arch in ("sm80", "sm90")]
-    loops = {(report.case.format, report.arch): report.loop for report in compile_all(jobs, workers=1)}
+    loops = {(report.case.format, report.arch): report.loop for report in compile_all([job(*pair) for pair in jobs], workers=1)}
     assert loops["fp8_e4m3/tensor", "sm90"]["F2FP"] >= 64 and "I2F" not in loops["fp8_e4m3/tensor", "sm90"]
     assert "I2F" not in loops["int8/token_head", "sm80"] and loops["int8/token_head", "sm80"]["PRMT"] >= 64
     assert loops["fp8_e4m3/tensor", "sm80"]["LOP3"] >= 128
@@ -197,11 +197,11 @@ def test_packed_instructions_are_used_where_the_hardware_has_them() -> None:
 def test_each_format_is_unpacked_by_the_instructions_meant_for_it() -> None:
     kinds = ("fp8_e5m2/tensor", "int4/token_head", "int4/group32", "int8/group32")
     jobs = [(Case("decode", "bf16", kind), arch) for kind in kinds for arch in ("sm80", "sm90", "sm100")]
-    for report in compile_all(jobs, workers=1):
+    for report in compile_all([job(*pair) for pair in jobs], workers=1):
         loop, name = report.loop, f"{report.case.format} {report.arch}"
         assert not {"I2F", "I2FP", "F2F"} & set(loop), f"{name}: numbers are converted one by one"
         assert "LDSM" in loop, f"{name}: words are not read as matrices"
-        tokens = next(arg.BLOCK_N for arg in launch_of(report.case, report.arch).args if hasattr(arg, "BLOCK_N"))
+        tokens = report.config.block_n
         # Two numbers an instruction: 32 threads x 4 warps, 2 x 128 dims a token.
         pairs = tokens * 2 * 128 // 2 // 128
         if report.case.format == "fp8_e5m2/tensor":
@@ -216,7 +216,7 @@ def test_each_format_is_unpacked_by_the_instructions_meant_for_it() -> None:
 
 def test_e4m3_is_decoded_by_its_bits_where_the_hardware_has_none_of_it() -> None:
     jobs = [(Case("decode", "bf16", "fp8_e4m3/tensor"), arch) for arch in ("sm80", "sm86", "gfx90a", "gfx1100")]
-    for report in compile_all(jobs, workers=1):
+    for report in compile_all([job(*pair) for pair in jobs], workers=1):
         # The few conversions of an NVIDIA loop are those of the probabilities.
         assert not [name for name in report.loop if "fp8" in name] and report.loop.get("F2FP", 0) <= 16, report.arch
         shifts = sum(count for name, count in report.loop.items() if "lsh" in name or name in ("SHF", "LOP3"))
@@ -226,7 +226,7 @@ def test_e4m3_is_decoded_by_its_bits_where_the_hardware_has_none_of_it() -> None
 @pytest.mark.parametrize(("arch", "instruction"), [("sm90", "HGMMA"), ("sm100", "UTCHMMA"), ("sm103", "UTCHMMA")])
 def test_prefill_uses_the_matrix_unit_of_the_architecture(arch: str, instruction: str) -> None:
     cases = [Case(op, "bf16", kind, q_len=1024) for op in ("prefill", "prefill_cached") for kind in ("bf16", "fp8_e4m3/tensor")]
-    for report in compile_all([(case, arch) for case in cases], workers=1):
+    for report in compile_all([job(case, arch) for case in cases], workers=1):
         assert report.loop and report.loop[instruction] >= 8, f"{report.case.name}: {report.loop or report.error}"
 
 

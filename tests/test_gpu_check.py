@@ -46,9 +46,11 @@ def check(tmp_path):
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("LIMIT_", "TUNE_", "TEST_", "BENCH_", "TKV_"))}
         env = {**kept, "PATH": f"{tools}:{os.environ['PATH']}", "CALLS": str(calls), **env}
         args = args or (str(tmp_path / "out"),)
+        # A shell cannot trap what was ignored when it started, as Ctrl-C is in a process that runs in the background.
         return subprocess.Popen(
-            ["bash", SCRIPT, *args], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-        )
+            ["bash", SCRIPT, *args], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )  # fmt: skip
 
     def run(*args, **env):
         process = start(*args, **env)
