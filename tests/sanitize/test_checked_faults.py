@@ -81,6 +81,9 @@ PLANTS = {
     "a page beyond the cache is followed": (
         "tiles/paging.py", " & (exists < num_pages)", "", "oob_read", "cache", lambda: decode(page=4),
     ),
+    "a page beyond the cache is followed where all keys are seen": (
+        "tiles/paging.py", "tl.where(exists, pages, 0)", "pages", "oob_read", "cache", lambda: decode(page=4),
+    ),
     "a small page before the cache is followed": (
         "tiles/paging.py", " & (exists >= 0)", "", "oob_read", "cache", lambda: decode(page=-1, page_size=8),
     ),
@@ -89,8 +92,7 @@ PLANTS = {
         "oob_read", "page_table_ptr", decode,
     ),
     "numbers behind a key are loaded": (
-        "tiles/load.py", "offsets[None, :]), mask=in_row[:, None] & seen[None, :]", "offsets[None, :]), mask=seen[None, :]",
-        "oob_read", "cache", decode,
+        "tiles/load.py", "mask = in_row[:, None] if", "mask = (in_row | (in_row == 0))[:, None] if", "oob_read", "cache", decode,
     ),
     "the rows of a sequence that is none are looked up": (
         "tiles/rows.py", "cu_seqlens_ptr + seq + 1, mask=seq < num_seqs, other=rest_end", "cu_seqlens_ptr + seq + 1",
