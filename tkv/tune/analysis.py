@@ -9,6 +9,7 @@ from tkv.formats import KVFormat, parse_pair
 from tkv.tune.arch import Arch, Part, reference_part
 from tkv.tune.arch import arch as arch_facts
 from tkv.tune.compile import Case, Report
+from tkv.tune.configs import AttentionConfig
 from tkv.tune.limits import ctas_per_sm, least_in_flight
 
 UNITS = ("memory", "issue slots", "tensor cores", "exp unit", "shared memory")
@@ -118,9 +119,7 @@ def analyse(report: Report, part: Part | None = None) -> Analysis:
         UnsupportedError: the kernel did not compile, or is not one of attention's.
     """
     part = part or reference_part(report.arch)
-    tile = tile_cost(report, part)
-    config = report.config
-    assert config is not None
+    tile, config = tile_cost(report, part), attention_config(report)
     is_decode = report.case.op in ("decode", "scores")
     work = config.block_n if is_decode else config.block_m * config.block_n
     ctas = tile.ctas_per_sm or None
@@ -129,9 +128,9 @@ def analyse(report: Report, part: Part | None = None) -> Analysis:
         cycles = {unit: busy / (ctas * work) for unit, busy in tile.busy(ctas).items()}
         if tile.latency is not None:
             cycles["memory"] = tile.waiting() / (ctas * work)
-    needed = None
-    if part is not None and part.gbps is not None and part.clock_mhz is not None:
-        per_cycle = bytes_per_cycle(part) / part.sms
+    needed, dram = None, bytes_per_cycle(part)
+    if part is not None and dram is not None:
+        per_cycle = dram / part.sms
         cycles["memory"] = max(cycles.get("memory", 0.0), tile.bytes / per_cycle / work)
         needed = None if tile.latency is None else per_cycle * tile.latency
     known = {unit: cycles[unit] for unit in UNITS if unit in cycles}
@@ -148,12 +147,21 @@ def analyse(report: Report, part: Part | None = None) -> Analysis:
     )
 
 
-def tile_cost(report: Report, part: Part | None) -> TileCost:
-    """The costs of one turn of a kernel's main loop; see `analyse`."""
+def attention_config(report: Report) -> AttentionConfig:
+    """The config of an attention function's compiled kernel.
+
+    Raises:
+        UnsupportedError: the kernel did not compile, or is not one of attention's.
+    """
     if report.error or report.config is None:
         reason = f"does not compile: {report.error}" if report.error else "is no attention function's"
         raise UnsupportedError(f"report: the kernel of {report.case.name} on {report.arch} {reason}")
-    facts, case, config, classes = arch_facts(report.arch), report.case, report.config, report.classes
+    return report.config
+
+
+def tile_cost(report: Report, part: Part | None) -> TileCost:
+    """The costs of one turn of a kernel's main loop; see `analyse`."""
+    facts, case, config, classes = arch_facts(report.arch), report.case, attention_config(report), report.classes
     k_dim, v_dim = dims_of(case)
     cycles: dict[str, float] = {}
     issued = None
@@ -193,8 +201,7 @@ def tiles_in_flight(report: Report) -> int:
         >>> [tiles_in_flight(Report(Case("decode", page_size=64), "sm90", "3.7.1", shared=size, config=config)) for size in (38912, 71680)]
         [1, 2]
     """
-    config, case = report.config, report.case
-    assert config is not None
+    config, case = attention_config(report), report.case
     least = least_in_flight(config.num_stages)
     if config.num_stages == 1 or case.page_size % config.block_n:
         return least
@@ -207,14 +214,13 @@ def tiles_in_flight(report: Report) -> int:
 
 def _shared_bytes(report: Report, facts: Arch, dims: int) -> float:
     """Bytes that a turn of the loop moves from and to shared memory."""
-    config = report.config
-    assert config is not None and report.loop is not None
+    config, loop = attention_config(report), report.loop or {}
     moved = float(config.num_warps * report.loop_shared_bytes)
     operand = config.block_n * dims * 2
-    if "HGMMA" in report.loop:
+    if "HGMMA" in loop:
         # Four warps read the operand once.
         moved += operand * max(1, config.num_warps // 4)
-    elif "UTCHMMA" in report.loop:
+    elif "UTCHMMA" in loop:
         moved += operand + config.block_m * dims * 2
     return moved
 
@@ -240,7 +246,6 @@ def _formats(case: Case) -> tuple[KVFormat, KVFormat]:
     return parse_pair(case.format.split("+") if "+" in case.format else case.format)
 
 
-def bytes_per_cycle(part: Part) -> float:
-    """Bytes that DRAM gives in a cycle of the SMs' clock; the part's bandwidth and clock must be known."""
-    assert part.gbps is not None and part.clock_mhz is not None
-    return part.gbps * 1e3 / part.clock_mhz
+def bytes_per_cycle(part: Part | None) -> float | None:
+    """Bytes that DRAM gives in a cycle of the SMs' clock; None where the bandwidth or the clock is not known."""
+    return None if part is None or part.gbps is None or part.clock_mhz is None else part.gbps * 1e3 / part.clock_mhz

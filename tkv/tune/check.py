@@ -62,8 +62,7 @@ class _Place:
     def kernel(self) -> tuple[str, str, tuple[object, ...]]:
         """Entries that are equal in it compile to one kernel: buckets and the length of splits do not count."""
         config = self.entry.config
-        assert config is not None
-        return self.table.op, self.table.arch, (self.entry.match, replace(config, split_len=None))
+        return self.table.op, self.table.arch, (self.entry.match, None if config is None else replace(config, split_len=None))
 
     def problem(self, text: str) -> Problem:
         return Problem(str(self.file), self.number, f"{self.entry.match.name}; {self.entry.bucket.name}", " ".join(text.split()))
@@ -231,9 +230,13 @@ def problems_after(entry: Entry, arch: str, report: Report, strict: bool = False
 
     Returns:
         A line a problem.
+
+    Raises:
+        UnsupportedError: the entry has no config.
     """
     says = entry.compiled
-    assert says is not None
+    if says is None:
+        raise UnsupportedError(f"entry: expected one with a config, got the default for {entry.match.name}")
     is_same = report.triton == says.triton
     allowed = says.spills if entry.origin == "measured" else 0
     counts_spills = (is_same or strict) and report.spills > allowed

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from tkv.errors import RangeError, UnsupportedError
 from tkv.ops.launch import padded
-from tkv.tune.analysis import UNITS, TileCost, bytes_per_cycle, dims_of, tile_cost, token_bytes
+from tkv.tune.analysis import UNITS, TileCost, attention_config, bytes_per_cycle, dims_of, tile_cost, token_bytes
 from tkv.tune.arch import Part
 from tkv.tune.compile import Report
 from tkv.tune.configs import MAX_SCRATCH_BYTES, AttentionConfig, deterministic_plan, split_plan
@@ -187,9 +187,7 @@ def predict(report: Report, shape: Shape, part: Part) -> Prediction:
         >>> found.bound, round(found.us / 100)
         ('memory', 7)
     """
-    tile = tile_cost(report, part)
-    config = report.config
-    assert config is not None
+    tile, config = tile_cost(report, part), attention_config(report)
     if OP_KINDS[shape.op] != report.case.op.replace("_cached", ""):
         raise UnsupportedError(f"report: of {report.case.op}, shape: of {shape.op}, whose kernel is that of {OP_KINDS[shape.op]}")
     if part.clock_mhz is None or tile.ctas_per_sm is None:
@@ -200,8 +198,9 @@ def predict(report: Report, shape: Shape, part: Part) -> Prediction:
     if cannot:
         return Prediction(math.inf, {}, "does not fit", max(1, plan.splits), math.inf, 0, ())
 
-    cycles, bounds = _run(tile, plan, part)
-    bounds["merge"] = _merge(plan, report, part, tile.latency or 0)
+    cycles, of_units = _run(tile, plan, part, tile.ctas_per_sm)
+    bounds = {unit: alone / part.clock_mhz for unit, alone in of_units.items()}
+    bounds["merge"] = _merge(plan, report, part, (tile.latency or 0) / part.clock_mhz)
     bounds["launch"] = LAUNCH_US
     us = cycles / part.clock_mhz + bounds["merge"] + LAUNCH_US
     return Prediction(
@@ -215,24 +214,23 @@ def predict(report: Report, shape: Shape, part: Part) -> Prediction:
     )
 
 
-def _run(tile: TileCost, plan: Plan, part: Part) -> tuple[float, dict[str, float]]:
-    """(cycles of the attention kernel, microseconds of each unit alone)."""
-    assert tile.ctas_per_sm is not None and part.clock_mhz is not None
+def _run(tile: TileCost, plan: Plan, part: Part, ctas_per_sm: int) -> tuple[float, dict[str, float]]:
+    """(cycles of the attention kernel, cycles of each unit alone)."""
     turns = plan.tiles / plan.ctas
-    dram = None if part.gbps is None else BANDWIDTH_SHARE * bytes_per_cycle(part)
+    dram = bytes_per_cycle(part)
     # Of the bytes of all tiles, those that come from DRAM.
     share = plan.bytes / (plan.tiles * tile.bytes)
     start = START_LATENCIES * (tile.latency or 0)
     total, alone = 0.0, dict.fromkeys(("start",), 0.0)
-    full, rest = divmod(plan.ctas, part.sms * tile.ctas_per_sm)
-    for count, ctas in ((full, part.sms * tile.ctas_per_sm), (1, rest)):
+    full, rest = divmod(plan.ctas, part.sms * ctas_per_sm)
+    for count, ctas in ((full, part.sms * ctas_per_sm), (1, rest)):
         if not count or not ctas:
             continue
         resident = -(-ctas // part.sms)
         busy = tile.busy(resident)
         busy["memory"] = max(tile.waiting(), resident * tile.bytes / SM_BYTES_PER_CYCLE)
         if dram is not None:
-            busy["memory"] = max(busy["memory"], ctas * tile.bytes * share / dram)
+            busy["memory"] = max(busy["memory"], ctas * tile.bytes * share / (BANDWIDTH_SHARE * dram))
         for unit, cycles in busy.items():
             alone[unit] = alone.get(unit, 0.0) + count * turns * cycles
         alone["start"] += count * start
@@ -242,21 +240,20 @@ def _run(tile: TileCost, plan: Plan, part: Part) -> tuple[float, dict[str, float
     total = max(total, plan.longest * max(*busy.values(), tile.waiting(), tile.bytes / SM_BYTES_PER_CYCLE) + start)
     if part.gbps is None:
         alone.pop("memory", None)
-    return total, {unit: cycles / part.clock_mhz for unit, cycles in alone.items()}
+    return total, alone
 
 
-def _merge(plan: Plan, report: Report, part: Part, latency: int) -> float:
+def _merge(plan: Plan, report: Report, part: Part, latency_us: float) -> float:
     """Microseconds of writing partial results, and of the kernel that joins them."""
     if not plan.splits:
         return 0.0
-    assert part.clock_mhz is not None
     v_dim = dims_of(report.case)[1]
     moved = 2 * plan.parts * (v_dim + 1) * 4
     us = 0.0 if part.gbps is None else moved / (BANDWIDTH_SHARE * part.gbps * 1e3)
     programs, parts = plan.merges
     turns = -(-parts // max(1, min(16, 2048 // padded(v_dim))))
     waves = -(-programs // (part.sms * MERGE_CTAS_PER_SM))
-    return us + MERGE_LAUNCH_US + waves * (turns + 2) * latency / part.clock_mhz
+    return us + MERGE_LAUNCH_US + waves * (turns + 2) * latency_us
 
 
 def plan_of(config: AttentionConfig, shape: Shape, sms: int, bytes_of_token: float) -> Plan:

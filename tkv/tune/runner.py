@@ -166,7 +166,8 @@ class GpuRunner:
 
     @property
     def _opened(self) -> Problem:
-        assert self.problem is not None, "open comes first"
+        if self.problem is None:
+            raise Failed("launch", "no shape is open; open comes first")
         return self.problem
 
     def _backend(self) -> str:
@@ -265,24 +266,24 @@ class WatchedRunner:
         self.process = context.Process(target=_serve, args=(theirs, self.factory), daemon=True)  # type: ignore[attr-defined]
         self.process.start()
         theirs.close()
-        self._answer(self.start_limit, "start")
+        self._answer(self.connection, self.start_limit, "start")
 
     def _ask(self, name: str, *args: Any, limit: float) -> Any:
         if self.connection is None:
             raise Failed("crash", "the runner was lost; open comes first", is_fatal=True)
         self.connection.send((name, args, limit))
-        return self._answer(limit, name)
+        return self._answer(self.connection, limit, name)
 
-    def _answer(self, limit: float, name: str) -> Any:
-        assert self.connection is not None and self.process is not None
+    def _answer(self, connection: Connection, limit: float, name: str) -> Any:
+        process = self.process
         try:
-            if not self.connection.poll(limit):
+            if not connection.poll(limit):
                 self.close()
                 raise Failed("hang", f"{name}: no answer within {limit:.3g} s", is_fatal=True)
-            answer, *rest = self.connection.recv()
+            answer, *rest = connection.recv()
         except (EOFError, OSError):
-            self.process.join(5)
-            code = self.process.exitcode
+            process.join(5)
+            code = process.exitcode
             self.close()
             raise Failed("crash", f"{name}: the process ended with {code}", is_fatal=True) from None
         if answer == "done":

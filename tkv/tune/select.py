@@ -264,12 +264,12 @@ def explain(
     from tkv.ops.attention import default_config
 
     check_op(op)
-    key = what
-    if not isinstance(what, Key):
+    if isinstance(what, Key):
+        key = what
+    else:
         known = [part.sms for part in parts() if part.arch == arch]
         key = key_of_shape(what)
         work, keys = size_of_shape(what, num_sms or (known[0] if known else 132))
-    assert isinstance(key, Key)
     rows: list[Candidate] = []
     if config is None:
         rows.append(Candidate("config=", "no match", "not given"))
