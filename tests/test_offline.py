@@ -89,15 +89,18 @@ def test_a_default_that_does_not_compile_gives_no_entry() -> None:
     assert entries_of("paged_decode", KEY, [report(DEFAULT, 1, error="no"), report(OTHER, 900)], H100) == []
 
 
-def test_of_near_equals_the_same_wins_at_all_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    times = {DEFAULT: [100.0, 100.0], OTHER: [80.0, 80.5], THIRD: [80.5, 80.0]}
-    order = list(times)
-    assert [offline._winner(list(times.values()), i) for i in range(2)] == [1, 1]
-    times[THIRD][1] = 70.0
-    assert [order[offline._winner(list(times.values()), i)] for i in range(2)] == [THIRD, THIRD]
-    times[THIRD] = [96.0, 96.0]
-    times[OTHER] = [95.1, 94.9]
-    assert [order[offline._winner(list(times.values()), i)] for i in range(2)] == [DEFAULT, OTHER] and MAX_TIME == 0.95
+@pytest.mark.parametrize(
+    ("other", "third", "winners"),
+    [
+        ([80.0, 80.5], [80.5, 80.0], [1, 1]),
+        ([80.0, 96.0], [85.0, 85.0], [2, 2]),
+        ([80.0, 96.0], [96.0, 94.0], [1, 0]),
+        ([95.1, 94.9], [96.0, 96.0], [0, 1]),
+        ([100.0, 99.0], [96.0, 120.0], [0, 0]),
+    ],
+)
+def test_the_config_that_saves_most_has_the_sizes_where_it_is_faster(other: list[float], third: list[float], winners: list[int]) -> None:
+    assert offline._winners([[100.0, 100.0], other, third]) == winners and MAX_TIME == 0.95
 
 
 def test_buckets_hold_every_size_and_their_own() -> None:
