@@ -69,3 +69,25 @@ def poisoned_scratch(monkeypatch):
         return poison_(tensor) if inside and tensor.device.type != "meta" else tensor
 
     monkeypatch.setattr(torch, "empty", poisoned_empty)
+
+
+@pytest.fixture
+def no_gpu(monkeypatch):
+    """A machine where torch sees no GPU."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+@pytest.fixture
+def refused(capsys):
+    """Runs the ``tkv`` command with arguments that it has to refuse, and gives the one line that it says."""
+    from tkv.cli import main
+
+    def run(*argv):
+        with pytest.raises(SystemExit) as ended:
+            main(list(argv))
+        assert ended.value.code == 2
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1
+        return error
+
+    return run

@@ -8,7 +8,6 @@ from argparse import Namespace
 from dataclasses import replace
 
 import pytest
-import torch
 
 from tkv.cli import build_parser, main
 from tkv.commands import cases
@@ -122,14 +121,8 @@ def test_keys_of_cases_are_those_of_tables(op, rows):
         (["rotate_keys", "--arch", "sm90", "--format", "int4/group32"], "native formats"),
     ],
 )
-def test_mistakes_give_one_line(argv, message, monkeypatch, capsys):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SystemExit) as ended:
-        main(["inspect", *argv])
-    assert ended.value.code == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1
+def test_mistakes_give_one_line(argv, message, no_gpu, refused):
+    assert message in refused("inspect", *argv)
 
 
 def test_instructions_are_counted_for_a_token_or_for_a_row_and_key(compiled, capsys):

@@ -20,15 +20,6 @@ def sizes(capsys, *argv):
     return json.loads(capsys.readouterr().out)
 
 
-def fails(capsys, *argv):
-    with pytest.raises(SystemExit) as ended:
-        main(["size", *argv])
-    assert ended.value.code == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1
-    return error
-
-
 def test_bytes_are_those_of_the_cache(capsys):
     argv = ["--format", "bf16", "--format", "int4/group32", "--page-size", "32", "--tokens", "1000", "--batch", "3"]
     found = sizes(capsys, *LLAMA, *argv)
@@ -116,8 +107,8 @@ def test_table_names_formats_that_the_shape_cannot_have(capsys):
         ),
     ],
 )
-def test_mistakes_give_one_line(argv, message, capsys):
-    assert message in fails(capsys, *argv)
+def test_mistakes_give_one_line(argv, message, refused):
+    assert message in refused("size", *argv)
 
 
 def test_tables_align_numbers_and_leave_nothing_empty_out(capsys):

@@ -1,12 +1,16 @@
 """The counts of instructions that users get stay within 5 % of the committed ones, and the script that makes them says what is worse."""
 
+import re
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 from counted import script, worse_than_baseline
 
 from tkv.tune.compile import Case, Report
 from tkv.tune.configs import AttentionConfig
+
+CONSTRAINTS = Path(__file__).parents[1] / "constraints.txt"
 
 
 @pytest.mark.compile
@@ -15,6 +19,11 @@ def test_no_loop_of_decode_takes_more_instructions_than_the_baseline() -> None:
         pytest.skip("no baseline for this version of Triton")
     problems, compared = worse_than_baseline(["sm80", "sm90", "sm100"], ["paged_decode"])
     assert not problems and compared == 18, "\n".join(problems)
+
+
+def test_the_triton_that_make_installs_has_a_baseline() -> None:
+    pinned = re.search(r"^triton==(\S+)$", CONSTRAINTS.read_text(), re.MULTILINE)
+    assert pinned is not None and len(script().baseline_of(pinned[1])) >= 108
 
 
 def made_up(instructions: int, spills: int = 0) -> Report:
