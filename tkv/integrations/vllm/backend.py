@@ -139,8 +139,8 @@ class TkvImpl(vllm.AttentionImpl[TkvMetadata]):
         self._cache: tkv.KVCache | None = None
 
     def _refuse(self, attn_type: str, shared_with: str | None, extra: dict[str, Any]) -> None:
-        config = vllm.get_current_vllm_config()
-        model = config.model_config
+        config = vllm.get_current_vllm_config_or_none()
+        model = None if config is None else config.model_config
         if attn_type != vllm.AttentionType.DECODER:
             raise UnsupportedError(f"attn_type: tkv serves decoder self-attention, got {str(getattr(attn_type, 'value', attn_type))!r}")
         if self.kv_cache_dtype not in vllm.FORMATS:

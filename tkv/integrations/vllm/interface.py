@@ -11,7 +11,7 @@ from vllm.version import __version__ as VERSION
 from tkv.errors import ShapeError, UnsupportedError
 
 try:
-    from vllm.config import get_current_vllm_config
+    from vllm.config import get_current_vllm_config_or_none
     from vllm.v1.attention.backend import (
         AttentionBackend,
         AttentionCGSupport,
@@ -79,6 +79,6 @@ __all__ = [
     "MultipleOf",
     "SlidingWindowSpec",
     "VllmConfig",
-    "get_current_vllm_config",
+    "get_current_vllm_config_or_none",
     "split_kv",
 ]

@@ -1,0 +1,18 @@
+"""These tests need vLLM, in an environment of its own: tests/vllm/make_env.sh makes it, `make test-vllm` runs them there."""
+
+import importlib.util
+import os
+
+# The name of this folder alone makes Python find a "vllm", an empty one without a file.
+_found = importlib.util.find_spec("vllm")
+if _found is None or _found.origin is None:
+    collect_ignore_glob = ["*"]
+else:
+    os.environ.update(
+        HF_HUB_OFFLINE="1",
+        VLLM_NO_USAGE_STATS="1",
+        DO_NOT_TRACK="1",
+        VLLM_CPU_KVCACHE_SPACE="1",
+        VLLM_ENABLE_V1_MULTIPROCESSING="0",
+        VLLM_LOGGING_LEVEL="ERROR",
+    )
