@@ -15,7 +15,10 @@ Requests come in over time. Each step of `Engine` runs one batch, in which some 
              from the device but, at the end, the likeliest tokens.
 4. accept:   drafts stay as long as they are what the model says; `CacheManager.truncate` cuts off the rest.
 
-The model is a small random Llama, all is greedy, and each output is compared to that of a plain loop without any cache.
+There are no phases: a prompt, a sequence that was preempted and one that decodes all have tokens that are not in the cache, many or one.
+
+The model is a small random Llama, all is greedy, and each output is compared to that of a plain loop without any cache. Left out: sampling,
+stop tokens, streaming, CUDA graphs.
 """
 
 from __future__ import annotations
@@ -97,6 +100,8 @@ class Engine:
         self.running: list[Request] = []  # the oldest first
 
     def submit(self, request: Request) -> None:
+        if not request.prompt or request.max_new < 1:
+            raise ValueError("a request needs a token to begin with and one to generate")
         needed, pages = pages_for(request.longest), self.manager.pool.num_pages
         if needed > pages:
             raise ValueError(f"a request of up to {request.longest} tokens needs {needed} pages, there are {pages}")

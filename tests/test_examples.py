@@ -202,8 +202,11 @@ def test_what_cannot_be_served_is_refused_with_the_reason(engine, argv, message,
     assert message in capsys.readouterr().err
 
 
-def test_a_request_that_can_never_fit_is_refused_when_it_is_submitted(engine):
+def test_a_request_that_can_never_be_served_is_refused_when_it_is_submitted(engine):
     small = engine.Engine(None, 3)
     small.submit(engine.Request([1] * 20, 4))
     with pytest.raises(ValueError, match="25 tokens needs 4 pages, there are 3"):
         small.submit(engine.Request([1] * 20, 5))
+    for request in (engine.Request([], 4), engine.Request([1], 0)):
+        with pytest.raises(ValueError, match="a token to begin with and one to generate"):
+            small.submit(request)
