@@ -75,6 +75,8 @@ class KVCache:
         self.k = _stored(k, self.k_format, "k")
         self.v = _stored(v, self.v_format, "v")
         self.k_scale = self._scale(k_scale, self.k_format, self.head_dim, "k_scale")
+        #: Whether V is a view of the first dims of K.
+        self.shares_memory = formats[0] == formats[1] and self.v_head_dim <= self.head_dim and _is_view(self.v, self.k)
         by_dims = self.k_format.dtype == "int4" or self.k_format.scale in ("channel", "group")
         if self.shares_memory and by_dims and self.head_dim != self.v_head_dim:
             raise UnsupportedError(f"v: cannot be a view of some dims of k in {self.k_format}: how one is stored depends on others")
@@ -82,6 +84,8 @@ class KVCache:
         if self.shares_memory and (v_scale is None or v_scale is k_scale or (numbers and v_scale == k_scale)):
             v_scale = self.k_scale
         self.v_scale = self._scale(v_scale, self.v_format, self.v_head_dim, "v_scale")
+        #: Whether V is a view of the first dims of K with the same scales (MLA): it is then stored, written and loaded once.
+        self.v_is_k = self.shares_memory and (self.k_scale is self.v_scale or _is_view(self.v_scale, self.k_scale))
 
     @classmethod
     def empty(
@@ -192,18 +196,6 @@ class KVCache:
         return self.k_format.is_native and self.v_format.is_native
 
     @cached_property
-    def shares_memory(self) -> bool:
-        """Whether V is a view of the first dims of K."""
-        return self.k_format == self.v_format and self.v_head_dim <= self.head_dim and _is_view(self.v, self.k)
-
-    @cached_property
-    def v_is_k(self) -> bool:
-        """Whether V is a view of the first dims of K with the same scales (MLA): it is then stored, written and loaded once."""
-        if not self.shares_memory or self.k_scale is None or self.v_scale is None:
-            return self.shares_memory
-        return self.k_scale is self.v_scale or _is_view(self.v_scale, self.k_scale)
-
-    @cached_property
     def words(self) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V as the attention kernels read them: 8- and 4-bit numbers as 16-bit words, others as they are."""
         return tuple(t if t.element_size() > 1 else t.view(torch.int16) for t in (self.k, self.v))  # type: ignore[return-value]
@@ -227,7 +219,7 @@ class KVCache:
     def __getstate__(self) -> dict[str, object]:
         # Views would come back as tensors of their own.
         views = ("words", "bytes", "scale_words")
-        return {name: value for name, value in self.__dict__.items() if name not in views} | {"v_is_k": self.v_is_k}
+        return {name: value for name, value in self.__dict__.items() if name not in views}
 
     def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)
@@ -283,7 +275,7 @@ def _scale_words(scale: torch.Tensor, kind: KVFormat, name: str) -> torch.Tensor
             raise ShapeError(f"{name}: {kind} needs the last {inner} dimensions contiguous, got strides {scale.stride()}")
         steps[-dim] = needed
         needed *= scale.shape[-dim]
-    if kind.is_asymmetric and (any(step % 2 for step in steps[:-1]) or scale.storage_offset() % 2):
+    if kind.is_asymmetric and (any(step % 2 for step in steps[:-1]) or _is_odd(scale)):
         raise ShapeError(
             f"{name}: {kind} has a scale and a minimum in 4 bytes and needs even strides and offset, "
             f"got strides {scale.stride()}, offset {scale.storage_offset()}"
@@ -300,10 +292,20 @@ def _check_scale(name: str, scale: object) -> float:
     return float(scale)
 
 
-def _is_view(tensor: torch.Tensor, of: torch.Tensor) -> bool:
+def _is_view(tensor: torch.Tensor | None, of: torch.Tensor | None) -> bool:
     """Whether a tensor begins where another does, with the same strides. Asks for no address, which fake tensors do not have."""
+    if tensor is None or of is None:
+        return False
+    if torch.compiler.is_compiling():
+        # Storages cannot be compared in a trace: the operator that the tensors are given to looks again.
+        return tensor is of
     same = tensor.untyped_storage()._cdata == of.untyped_storage()._cdata and tensor.storage_offset() == of.storage_offset()
     return same and tensor.stride() == of.stride() and tensor.numel() > 0
+
+
+def _is_odd(tensor: torch.Tensor) -> bool:
+    """Whether it begins at an odd element of its storage; a trace cannot tell, the operator looks again."""
+    return not torch.compiler.is_compiling() and tensor.storage_offset() % 2 == 1
 
 
 def _tensor(scale: torch.Tensor | float | None) -> torch.Tensor | None:
@@ -346,7 +348,7 @@ def _stored(tensor: torch.Tensor, kind: KVFormat, name: str) -> torch.Tensor:
         return tensor
     # The stride of a dimension of size 1 is never used, but would spoil the view as 16-bit words.
     strides = [stride if size > 1 else 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
-    if any(stride % 2 for stride in strides[:3]) or tensor.storage_offset() % 2:
+    if any(stride % 2 for stride in strides[:3]) or _is_odd(tensor):
         raise ShapeError(
             f"{name}: {kind} is read as 16-bit words and needs even strides and offset, "
             f"got strides {tensor.stride()}, offset {tensor.storage_offset()}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from tkv.commands.arguments import formats, positive
@@ -101,14 +101,13 @@ def overrides(text: str) -> dict[str, int]:
         >>> overrides("block_n=64,num_warps=8")
         {'block_n': 64, 'num_warps': 8}
     """
-    from tkv.tune.configs import AttentionConfig
+    from tkv.tune.configs import TUNABLES
 
-    known = [field.name for field in fields(AttentionConfig)]
     found: dict[str, int] = {}
     for item in filter(None, text.split(",")):
         name, _, value = item.partition("=")
-        if name.strip() not in known:
-            raise argparse.ArgumentTypeError(f"unknown tunable {name.strip()!r}; known are {', '.join(known)}")
+        if name.strip() not in TUNABLES:
+            raise argparse.ArgumentTypeError(f"unknown tunable {name.strip()!r}; known are {', '.join(TUNABLES)}")
         if name.strip() in found:
             raise argparse.ArgumentTypeError(f"{name.strip()}: given twice")
         try:

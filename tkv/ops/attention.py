@@ -118,13 +118,6 @@ def check_options(
     )
 
 
-def check_out(out: torch.Tensor, shape: tuple[int, ...], q_dtype: torch.dtype, device: torch.device) -> None:
-    """A tensor to write results to."""
-    check_tensor("out", out, shape, tuple({q_dtype, torch.float32}), device)
-    if any(stride == 0 and size > 1 for size, stride in zip(out.shape, out.stride(), strict=True)):
-        raise ShapeError(f"out: rows must not share memory, got strides {out.stride()}")
-
-
 def check_workspace(workspace: torch.Tensor, device: torch.device) -> None:
     """A tensor whose memory may hold partial results."""
     check_tensor("workspace", workspace, ("bytes",), (torch.uint8, torch.float32), device)

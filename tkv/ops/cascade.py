@@ -30,11 +30,14 @@ from tkv.ops.attention import (
 from tkv.ops.checks import INTEGERS, check_flag, check_int, check_pages, check_ragged, check_tensor, checks_on
 from tkv.ops.decode import check_decode, plan_decode, row_positions
 from tkv.ops.launch import Launch, arch_name, interpreting, num_sms
+from tkv.ops.library import operator
+from tkv.ops.outputs import outputs, traced_attention
 from tkv.rope import Rope
 from tkv.tune.configs import MIN_KEYS_SAVED, AttentionConfig, split_plan
 from tkv.tune.keys import programs_of
 
 
+@operator(mutates=("out", "lse", "workspace"), needs=("out",), omits=("return_lse",), traced=traced_attention)
 def shared_prefix_decode(
     q: torch.Tensor,
     cache: KVCache,
@@ -56,6 +59,7 @@ def shared_prefix_decode(
     max_seq_len: int | None = None,
     return_lse: bool = False,
     out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
     workspace: torch.Tensor | None = None,
     deterministic: bool = False,
     config: AttentionConfig | dict[str, Any] | None = None,
@@ -75,8 +79,7 @@ def shared_prefix_decode(
         levels: what is shared, outermost first; see :class:`tkv.SharedLevel` and `tkv.find_shared_levels`.
         page_table, seq_lens: of the whole sequences, as in `paged_decode`. What a level covers is not read through them.
         scale, softcap, alibi_slopes, window, sinks, sink_logits, kv_start, q_start, mask, pinned, rope, max_seq_len, return_lse,
-            out: as in
-            `paged_decode`.
+            out, lse: as in `paged_decode`.
         workspace: as in `paged_decode`; it must hold one partial result of each level and one more, at 4 bytes a number.
         deterministic: refused: how sequences are grouped depends on the batch.
         config: launch parameters for what is not shared, level_config: for the levels; each an
@@ -106,7 +109,7 @@ def shared_prefix_decode(
     options, config = check_decode(
         q, cache, page_table, seq_lens, scale=scale, softcap=softcap, alibi_slopes=alibi_slopes, window=window, sinks=sinks,
         sink_logits=sink_logits, kv_start=kv_start, q_start=q_start, mask=mask, pinned=pinned, rope=rope, max_seq_len=max_seq_len,
-        return_lse=return_lse, out=out, workspace=workspace, config=config,
+        return_lse=return_lse, out=out, lse=lse, workspace=workspace, config=config,
     )  # fmt: skip
     check_levels(levels, cache)
     levels = paying(levels)
@@ -116,9 +119,7 @@ def shared_prefix_decode(
         check_visible("seq_lens", page_table, seq_lens, first, last, options, cache, cover)
     if level_config is not None:
         level_config = AttentionConfig.of(level_config)
-    if out is None:
-        out = torch.empty(*q.shape[:-1], cache.v_head_dim, dtype=q.dtype, device=q.device)
-    lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device) if return_lse else None
+    out, lse = outputs(q, cache, out, lse, return_lse)
     if q.shape[0]:
         arch, interpret = arch_name(q.device), interpreting()
         if levels:

@@ -12,8 +12,10 @@ from tkv.kernels.args import TokenStrides
 from tkv.ops.attention import check_table
 from tkv.ops.checks import INTEGERS, check_cache, check_tensor, checks_on
 from tkv.ops.launch import Launch, check_launchable, paged_words
+from tkv.ops.library import operator
 
 
+@operator(mutates=("cache", "scores"))
 def compact_kv(
     cache: KVCache,
     page_table: torch.Tensor,

@@ -9,8 +9,10 @@ from tkv.errors import RangeError, UnsupportedError
 from tkv.formats import KVFormat
 from tkv.ops.checks import INTEGERS, check_cache, check_tensor, checks_on
 from tkv.ops.launch import Launch, check_launchable, padded, paged_words
+from tkv.ops.library import operator
 
 
+@operator(mutates=("dst",))
 def copy_pages(src: KVCache, dst: KVCache, src_pages: torch.Tensor, dst_pages: torch.Tensor) -> None:
     """Copy pages with their scales, bit for bit: ``dst[dst_pages[i]] = src[src_pages[i]]``.
 

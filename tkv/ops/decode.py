@@ -15,7 +15,6 @@ from tkv.ops.attention import (
     Scratch,
     Work,
     check_options,
-    check_out,
     check_queries,
     check_table,
     check_visible,
@@ -30,6 +29,8 @@ from tkv.ops.attention import (
 )
 from tkv.ops.checks import FLOATS, INTEGERS, check_cache, check_flag, check_int, check_tensor, checks_on
 from tkv.ops.launch import Launch, arch_name, check_launchable, interpreting, num_sms
+from tkv.ops.library import operator
+from tkv.ops.outputs import check_outputs, outputs, traced_attention
 from tkv.rope import Rope
 from tkv.tune.configs import AttentionConfig, deterministic_plan, split_plan
 from tkv.tune.keys import programs_of
@@ -37,6 +38,7 @@ from tkv.tune.keys import programs_of
 MAX_Q_LEN = 64
 
 
+@operator(mutates=("out", "lse", "workspace"), needs=("out",), omits=("return_lse",), traced=traced_attention)
 def paged_decode(
     q: torch.Tensor,
     cache: KVCache,
@@ -57,6 +59,7 @@ def paged_decode(
     max_seq_len: int | None = None,
     return_lse: bool = False,
     out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
     workspace: torch.Tensor | None = None,
     deterministic: bool = False,
     config: AttentionConfig | dict[str, Any] | None = None,
@@ -101,6 +104,7 @@ def paged_decode(
             correctness.
         return_lse: also return the LSE.
         out: where to write: q's shape with V's head_dim, in q's dtype or float32, last dimension contiguous.
+        lse: where to write the LSE: ``[*out.shape[:-1]]`` float32, any strides; implies `return_lse`.
         workspace: ``[bytes]`` uint8 or ``[bytes / 4]`` float32: memory for partial results, overwritten; allocated if None. Sequences are
             split as finely as it allows.
         deterministic: each sequence's result is the same, bit for bit, alone and in any batch, with any hint and table width. Splits are
@@ -108,8 +112,8 @@ def paged_decode(
         config: launch parameters, a :class:`tkv.tune.configs.AttentionConfig` or a dict of its fields; chosen for the device if None.
 
     Returns:
-        ``out`` in q's dtype (or the given tensor); with ``return_lse`` also ``lse``, float32, out's shape without the last dimension,
-        natural logarithm.
+        ``out`` in q's dtype (or the given tensor); with ``return_lse`` or ``lse`` also ``lse``, float32, out's shape without the last
+        dimension, natural logarithm.
 
     Raises:
         ShapeError, DTypeError, DeviceError, RangeError: the named argument does not fit.
@@ -127,16 +131,14 @@ def paged_decode(
     options, config = check_decode(
         q, cache, page_table, seq_lens, scale=scale, softcap=softcap, alibi_slopes=alibi_slopes, window=window, sinks=sinks,
         sink_logits=sink_logits, kv_start=kv_start, q_start=q_start, mask=mask, pinned=pinned, rope=rope, max_seq_len=max_seq_len,
-        return_lse=return_lse, out=out, workspace=workspace, config=config,
+        return_lse=return_lse, out=out, lse=lse, workspace=workspace, config=config,
     )  # fmt: skip
     check_flag("deterministic", deterministic)
     device = cache.device
     if checks_on():
         first, last = row_positions(q, seq_lens, options)
         check_visible("seq_lens", page_table, seq_lens, first, last, options, cache)
-    if out is None:
-        out = torch.empty(*q.shape[:-1], cache.v_head_dim, dtype=q.dtype, device=device)
-    lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=device) if return_lse else None
+    out, lse = outputs(q, cache, out, lse, return_lse)
     if q.shape[0]:
         launches = plan_decode(
             q, cache, page_table, seq_lens, out, lse, arch_name(device), interpreting(), options,
@@ -150,7 +152,8 @@ def check_decode(
     q: torch.Tensor, cache: KVCache, page_table: torch.Tensor, seq_lens: torch.Tensor, *, scale: float | None, softcap: float | None,
     alibi_slopes: torch.Tensor | None, window: int | None, sinks: int, sink_logits: torch.Tensor | None, kv_start: torch.Tensor | None,
     q_start: torch.Tensor | None, mask: torch.Tensor | None, pinned: int, rope: Rope | None, max_seq_len: int | None,
-    return_lse: bool, out: torch.Tensor | None, workspace: torch.Tensor | None, config: AttentionConfig | dict[str, Any] | None,
+    return_lse: bool, out: torch.Tensor | None, lse: torch.Tensor | None, workspace: torch.Tensor | None,
+    config: AttentionConfig | dict[str, Any] | None,
 ) -> tuple[Options, AttentionConfig | None]:  # fmt: skip
     """The options and the config of a call of decoding; each argument with its own error."""
     check_cache(cache)
@@ -172,9 +175,7 @@ def check_decode(
         raise ShapeError(f"mask: expected at least {q_len} tokens, q's, got {list(mask.shape)}")
     if max_seq_len is not None:
         check_int("max_seq_len", max_seq_len, 0)
-    check_flag("return_lse", return_lse)
-    if out is not None:
-        check_out(out, (*q.shape[:-1], cache.v_head_dim), q.dtype, device)
+    check_outputs(q, cache, out, lse, return_lse)
     if workspace is not None:
         check_workspace(workspace, device)
     if config is not None:

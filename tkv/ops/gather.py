@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -35,9 +35,28 @@ from tkv.ops.launch import (
     row_storages,
     target_for,
 )
+from tkv.ops.library import operator
 from tkv.rope import Rope
 
 
+def _fake(cache: KVCache, page_table: torch.Tensor, seq_lens: torch.Tensor, **options: Any) -> list[torch.Tensor]:
+    shape = _shape(cache, page_table, options["window"], options.get("sinks", 0), options.get("dense", False))
+    numbers, scales = _buffers(cache, shape, options.get("dtype"), options.get("dequantize", True))
+    positions = torch.empty(shape, dtype=torch.int32, device=cache.device)
+    cu_lens = torch.empty(page_table.shape[0] + 1, dtype=torch.int32, device=cache.device)
+    return [*numbers, positions, cu_lens, *(scale for scale in scales if scale is not None)]
+
+
+def _traced(call: Callable[[dict[str, Any]], list[torch.Tensor]], values: dict[str, Any]) -> tuple[Any, ...]:
+    results = call(values)
+    if values["dequantize"]:
+        return tuple(results)
+    cache, of_rows = values["cache"], iter(results[4:])
+    scales = ((cache.k_format, cache.k_scale), (cache.v_format, cache.v_scale))
+    return *results[:4], *(next(of_rows) if kind.is_dynamic else scale for kind, scale in scales)
+
+
+@operator(fake=_fake, traced=_traced)
 def gather_window(
     cache: KVCache,
     page_table: torch.Tensor,
@@ -114,9 +133,7 @@ def gather_window(
                 raise UnsupportedError(f"{name}: numbers are given as they are stored with dequantize=False; pass None")
         if cache.k_format.scale == "page_channel":
             raise UnsupportedError(f"dequantize: the scales of {cache.k_format} belong to pages, not to tokens; pass True")
-    if dtype is None:
-        dtype = cache.k.dtype if cache.is_native and cache.k.dtype == cache.v.dtype else torch.float32
-    if dtype not in FLOATS:
+    if dtype is not None and dtype not in FLOATS:
         raise UnsupportedError(f"dtype: expected {', '.join(map(str, FLOATS))}, got {dtype}")
     check_launchable(cache.device)
     if checks_on():
@@ -126,20 +143,11 @@ def gather_window(
         check_pages("seq_lens", page_table, seq_lens, kv_start, first, last, seen, sinks, cache, pinned=pinned)
 
     capacity = page_table.shape[1] * cache.page_size
-    rows = capacity if window is None else min(sinks + window, capacity)
+    shape = _shape(cache, page_table, window, sinks, dense)
     lens = _kept(seq_lens, kv_start, pinned, capacity, window, sinks)
     cu_lens = torch.nn.functional.pad(lens.cumsum(0, dtype=torch.int32), (1, 0))
-    shape = (page_table.shape[0], rows) if dense else (page_table.shape[0] * rows,)
     positions = torch.empty(shape, dtype=torch.int32, device=cache.device)
-    sides = ((cache.k, cache.k_scale, cache.k_format, cache.head_dim), (cache.v, cache.v_scale, cache.v_format, cache.v_head_dim))
-    numbers, scales = [], []
-    for data, scale, kind, dim in sides:
-        size, own = (dim, dtype) if dequantize else (data.shape[3], data.dtype)
-        numbers.append(torch.empty(*shape, cache.num_kv_heads, size, dtype=own, device=cache.device))
-        of_rows = None
-        if not dequantize and kind.is_dynamic and scale is not None:
-            of_rows = torch.empty(*shape, *scale.shape[2:], dtype=scale.dtype, device=cache.device)
-        scales.append(of_rows)
+    numbers, scales = _buffers(cache, shape, dtype, dequantize)
     if positions.numel():
         plan_gather(
             cache, page_table, seq_lens, numbers, scales, positions, cu_lens, arch_name(cache.device), interpreting(),
@@ -147,8 +155,34 @@ def gather_window(
         ).run(cache.device)  # fmt: skip
     if dequantize:
         return *numbers, positions, cu_lens
-    of_cache = (scale if kind.is_static else own for own, (_, scale, kind, _) in zip(scales, sides, strict=True))
-    return *numbers, positions, cu_lens, *of_cache
+    static = zip((cache.k_format, cache.v_format), (cache.k_scale, cache.v_scale), scales, strict=True)
+    return *numbers, positions, cu_lens, *(scale if kind.is_static else own for kind, scale, own in static)
+
+
+def _shape(cache: KVCache, page_table: torch.Tensor, window: int | None, sinks: int, dense: bool) -> tuple[int, ...]:
+    """The rows that are given."""
+    num_seqs, rows = page_table.shape[0], page_table.shape[1] * cache.page_size
+    rows = rows if window is None else min(sinks + window, rows)
+    return (num_seqs, rows) if dense else (num_seqs * rows,)
+
+
+def _buffers(
+    cache: KVCache, shape: tuple[int, ...], dtype: torch.dtype | None, dequantize: bool
+) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
+    """Memory for rows of k and v, and for their scales where rows have some."""
+    if dtype is None:
+        dtype = cache.k.dtype if cache.is_native and cache.k.dtype == cache.v.dtype else torch.float32
+    numbers: list[torch.Tensor] = []
+    scales: list[torch.Tensor | None] = []
+    sides = ((cache.k, cache.k_scale, cache.k_format, cache.head_dim), (cache.v, cache.v_scale, cache.v_format, cache.v_head_dim))
+    for data, scale, kind, dim in sides:
+        size, own = (dim, dtype) if dequantize else (data.shape[3], data.dtype)
+        numbers.append(torch.empty(*shape, cache.num_kv_heads, size, dtype=own, device=cache.device))
+        of_rows = None
+        if not dequantize and kind.is_dynamic and scale is not None:
+            of_rows = torch.empty(*shape, *scale.shape[2:], dtype=scale.dtype, device=cache.device)
+        scales.append(of_rows)
+    return numbers, scales
 
 
 def _kept(

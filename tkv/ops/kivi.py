@@ -8,13 +8,16 @@ import torch
 
 from tkv.cache import KVCache
 from tkv.errors import UnsupportedError
-from tkv.ops.attention import check_out, check_table, launch_merge, results_of
-from tkv.ops.checks import FLOATS, INTEGERS, check_cache, check_flag, check_tensor
+from tkv.ops.attention import check_table, launch_merge, results_of
+from tkv.ops.checks import FLOATS, INTEGERS, check_cache, check_tensor
 from tkv.ops.decode import paged_decode
 from tkv.ops.launch import arch_name, interpreting, target_for
+from tkv.ops.library import operator
+from tkv.ops.outputs import check_outputs, outputs, traced_attention
 from tkv.ops.prefill import prefix_prefill
 
 
+@operator(mutates=("out", "lse", "workspace"), needs=("out",), omits=("return_lse",), traced=traced_attention)
 def kivi_decode(
     q: torch.Tensor,
     cache: KVCache,
@@ -35,6 +38,7 @@ def kivi_decode(
     max_tail_len: int | None = None,
     return_lse: bool = False,
     out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
     workspace: torch.Tensor | None = None,
     deterministic: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -56,11 +60,12 @@ def kivi_decode(
         max_seq_len, max_tail_len: hints for the longest of `seq_lens` and of `tail_lens`, to size the launches.
         return_lse: also return the LSE.
         out: where to write: q's shape with V's head_dim, in q's dtype or float32, last dimension contiguous.
+        lse: where to write the LSE: ``[*out.shape[:-1]]`` float32, any strides; implies `return_lse`.
         workspace, deterministic: as in `paged_decode`, for both parts.
 
     Returns:
-        ``out`` in q's dtype (or the given tensor); with ``return_lse`` also ``lse``, float32, out's shape without the last dimension,
-        natural logarithm.
+        ``out`` in q's dtype (or the given tensor); with ``return_lse`` or ``lse`` also ``lse``, float32, out's shape without the last
+        dimension, natural logarithm.
 
     Raises:
         ShapeError, DTypeError, DeviceError, RangeError: the named argument does not fit.
@@ -77,23 +82,22 @@ def kivi_decode(
         >>> kivi_decode(q, cache, tail, torch.tensor([[0, 1]]), torch.tensor([32]), torch.tensor([[0]]), torch.tensor([3])).shape
         torch.Size([1, 8, 64])
     """
-    _check(q, cache, tail, seq_lens, tail_page_table, tail_lens, return_lse, out)
+    _check(q, cache, tail, seq_lens, tail_page_table, tail_lens, return_lse, out, lse)
     options: dict[str, Any] = dict(
         scale=scale, softcap=softcap, alibi_slopes=alibi_slopes, window=window, sinks=sinks, mask=mask, workspace=workspace,
-        deterministic=deterministic, return_lse=True,
+        deterministic=deterministic,
     )  # fmt: skip
     q_start = seq_lens + tail_lens - (q.shape[1] if q.dim() == 4 else 1)
-    parts = _parts(q, cache)
-    lses = [
-        paged_decode(q, cache, page_table, seq_lens, q_start=q_start, max_seq_len=max_seq_len, out=parts[0], **options)[1],
-        paged_decode(
-            q, tail, tail_page_table, tail_lens, q_start=q_start, kv_start=seq_lens, max_seq_len=max_tail_len, out=parts[1],
-            sink_logits=sink_logits, **options,
-        )[1],
-    ]  # fmt: skip
-    return _join(q, parts, lses, return_lse, out)
+    parts, lses = _parts(q, cache)
+    paged_decode(q, cache, page_table, seq_lens, q_start=q_start, max_seq_len=max_seq_len, out=parts[0], lse=lses[0], **options)
+    paged_decode(
+        q, tail, tail_page_table, tail_lens, q_start=q_start, kv_start=seq_lens, max_seq_len=max_tail_len, out=parts[1], lse=lses[1],
+        sink_logits=sink_logits, **options,
+    )  # fmt: skip
+    return _join(parts, lses, *outputs(q, cache, out, lse, return_lse))
 
 
+@operator(mutates=("out", "lse", "workspace"), needs=("out",), omits=("return_lse",), traced=traced_attention)
 def kivi_prefill(
     q: torch.Tensor,
     cache: KVCache,
@@ -116,6 +120,7 @@ def kivi_prefill(
     max_tail_len: int | None = None,
     return_lse: bool = False,
     out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
     workspace: torch.Tensor | None = None,
     deterministic: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -130,10 +135,10 @@ def kivi_prefill(
         cu_seqlens: ``[num_seqs + 1]`` int32 or int64, where each sequence's new tokens start in `q`, as in `prefix_prefill`.
         scale, softcap, alibi_slopes, window, sinks, sink_logits, mask: as in `prefix_prefill`, by positions in the whole sequence.
         max_q_len, max_seq_len, max_tail_len: hints for the most new tokens of a sequence and the longest of `seq_lens` and `tail_lens`.
-        return_lse, out, workspace, deterministic: as in `prefix_prefill`.
+        return_lse, out, lse, workspace, deterministic: as in `prefix_prefill`.
 
     Returns:
-        ``out`` ``[total_tokens, num_q_heads, v_head_dim]`` in q's dtype (or the given tensor); with ``return_lse`` also ``lse``,
+        ``out`` ``[total_tokens, num_q_heads, v_head_dim]`` in q's dtype (or the given tensor); with ``return_lse`` or ``lse`` also ``lse``,
         ``[total_tokens, num_q_heads]`` float32, natural logarithm. Rows of no sequence are 0 and -inf.
 
     Raises:
@@ -150,30 +155,28 @@ def kivi_prefill(
         >>> kivi_prefill(q, cache, tail, torch.tensor([[0, 1]]), torch.tensor([32]), torch.tensor([[0]]), torch.tensor([8]), new).shape
         torch.Size([5, 8, 64])
     """
-    _check(q, cache, tail, seq_lens, tail_page_table, tail_lens, return_lse, out, ragged=True)
+    _check(q, cache, tail, seq_lens, tail_page_table, tail_lens, return_lse, out, lse, ragged=True)
     check_tensor("cu_seqlens", cu_seqlens, (seq_lens.shape[0] + 1,), INTEGERS, cache.device)
     options: dict[str, Any] = dict(
         scale=scale, softcap=softcap, alibi_slopes=alibi_slopes, window=window, sinks=sinks, mask=mask, workspace=workspace,
-        deterministic=deterministic, max_q_len=max_q_len, return_lse=True,
+        deterministic=deterministic, max_q_len=max_q_len,
     )  # fmt: skip
     prefix_lens = tail_lens - cu_seqlens.diff()
-    parts = _parts(q, cache)
-    lses = [
-        prefix_prefill(
-            q, None, None, cache, page_table, seq_lens, cu_seqlens, q_start=seq_lens + prefix_lens, max_seq_len=max_seq_len,
-            out=parts[0], **options,
-        )[1],
-        prefix_prefill(
-            q, None, None, tail, tail_page_table, prefix_lens, cu_seqlens, kv_start=seq_lens, max_seq_len=max_tail_len, out=parts[1],
-            sink_logits=sink_logits, **options,
-        )[1],
-    ]  # fmt: skip
-    return _join(q, parts, lses, return_lse, out)
+    parts, lses = _parts(q, cache)
+    prefix_prefill(
+        q, None, None, cache, page_table, seq_lens, cu_seqlens, q_start=seq_lens + prefix_lens, max_seq_len=max_seq_len,
+        out=parts[0], lse=lses[0], **options,
+    )  # fmt: skip
+    prefix_prefill(
+        q, None, None, tail, tail_page_table, prefix_lens, cu_seqlens, kv_start=seq_lens, max_seq_len=max_tail_len, out=parts[1],
+        lse=lses[1], sink_logits=sink_logits, **options,
+    )  # fmt: skip
+    return _join(parts, lses, *outputs(q, cache, out, lse, return_lse))
 
 
 def _check(
     q: torch.Tensor, cache: KVCache, tail: KVCache, seq_lens: torch.Tensor, tail_page_table: torch.Tensor, tail_lens: torch.Tensor,
-    return_lse: bool, out: torch.Tensor | None, *, ragged: bool = False,
+    return_lse: bool, out: torch.Tensor | None, lse: torch.Tensor | None, *, ragged: bool = False,
 ) -> None:  # fmt: skip
     """What the calls of the parts do not check, or would name otherwise."""
     check_cache(cache)
@@ -190,28 +193,27 @@ def _check(
         check_tensor("seq_lens", seq_lens, (q.shape[0],), INTEGERS, cache.device)
     check_table(tail_page_table, seq_lens.shape[0], tail.page_size, cache.device, "tail_page_table")
     check_tensor("tail_lens", tail_lens, tuple(seq_lens.shape), INTEGERS, cache.device)
-    check_flag("return_lse", return_lse)
-    if out is not None:
-        check_out(out, (*q.shape[:-1], cache.v_head_dim), q.dtype, cache.device)
+    check_outputs(q, cache, out, lse, return_lse)
 
 
-def _parts(q: torch.Tensor, cache: KVCache) -> torch.Tensor:
-    """Memory for the results of both parts."""
-    return torch.empty(2, *q.shape[:-1], cache.v_head_dim, dtype=torch.float32, device=q.device)
+def _parts(q: torch.Tensor, cache: KVCache) -> tuple[torch.Tensor, torch.Tensor]:
+    """Memory for the out and the LSE of both parts."""
+    shape = (2, *q.shape[:-1])
+    return (
+        torch.empty(*shape, cache.v_head_dim, dtype=torch.float32, device=q.device),
+        torch.empty(shape, dtype=torch.float32, device=q.device),
+    )
 
 
 def _join(
-    q: torch.Tensor, parts: torch.Tensor, lses: list[torch.Tensor], return_lse: bool, out: torch.Tensor | None
+    parts: torch.Tensor, lses: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Merge the parts into out."""
-    if out is None:
-        out = torch.empty(parts.shape[1:], dtype=q.dtype, device=q.device)
-    lse = torch.empty_like(lses[0])
-    if lse.numel():
-        rows, states, result = lse, (parts, torch.stack(lses)), out
-        if q.dim() == 3:
+    """Merge the parts into out and lse."""
+    if lses.numel():
+        states, results = (parts, lses), (out, lse)
+        if out.dim() == 3:
             # As rows of a single sequence.
-            rows, states, result = lse[None], (parts[:, None], states[1][:, None]), out[None]
-        target = target_for(arch_name(q.device), interpreting())
-        launch_merge(states, results_of(result, rows), target, rows.shape[1]).run(q.device)
-    return (out, lse) if return_lse else out
+            states, results = (parts[:, None], lses[:, None]), (out[None], None if lse is None else lse[None])
+        target = target_for(arch_name(out.device), interpreting())
+        launch_merge(states, results_of(*results), target, results[0].shape[1]).run(out.device)
+    return out if lse is None else (out, lse)

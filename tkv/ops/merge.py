@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -10,8 +11,19 @@ from tkv.errors import DTypeError, ShapeError
 from tkv.ops.attention import launch_merge, results_of
 from tkv.ops.checks import FLOATS, check_tensor
 from tkv.ops.launch import Launch, arch_name, check_launchable, interpreting, target_for
+from tkv.ops.library import operator
 
 
+def _fake(outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [torch.empty(part[0].shape, dtype=part[0].dtype, device=part[0].device) for part in (outs, lses)]
+
+
+def _traced(call: Callable[[dict[str, Any]], list[torch.Tensor]], values: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    out, lse = call(values)
+    return out, lse
+
+
+@operator(fake=_fake, traced=_traced)
 def merge_states(
     outs: torch.Tensor | Sequence[torch.Tensor], lses: torch.Tensor | Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:

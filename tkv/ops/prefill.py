@@ -16,7 +16,6 @@ from tkv.ops.attention import (
     Scratch,
     Work,
     check_options,
-    check_out,
     check_queries,
     check_table,
     check_visible,
@@ -42,11 +41,14 @@ from tkv.ops.checks import (
     checks_on,
 )
 from tkv.ops.launch import FLUSHES_FP16, Launch, arch_name, check_launchable, interpreting, num_sms
+from tkv.ops.library import operator
+from tkv.ops.outputs import check_outputs, outputs, traced_attention
 from tkv.rope import Rope
 from tkv.tune.configs import AttentionConfig, deterministic_plan, split_plan
 from tkv.tune.keys import programs_of
 
 
+@operator(mutates=("out", "lse", "workspace"), needs=("out",), omits=("return_lse",), traced=traced_attention)
 def prefix_prefill(
     q: torch.Tensor,
     k: torch.Tensor | None,
@@ -71,6 +73,7 @@ def prefix_prefill(
     max_seq_len: int | None = None,
     return_lse: bool = False,
     out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
     workspace: torch.Tensor | None = None,
     deterministic: bool = False,
     config: AttentionConfig | dict[str, Any] | None = None,
@@ -106,12 +109,13 @@ def prefix_prefill(
         max_seq_len: a hint for the most keys of a sequence, new ones included; by the width of the table if None.
         return_lse: also return the LSE.
         out: where to write: q's shape with V's head_dim, in q's dtype or float32, last dimension contiguous.
+        lse: where to write the LSE: ``[*out.shape[:-1]]`` float32, any strides; implies `return_lse`.
         workspace: ``[bytes]`` uint8 or ``[bytes / 4]`` float32: memory for partial results, as in `paged_decode`.
         deterministic: each sequence's result is the same, bit for bit, alone and in any batch, with any hint and table width.
         config: launch parameters, a :class:`tkv.tune.configs.AttentionConfig` or a dict of its fields; chosen for the device if None.
 
     Returns:
-        ``out`` ``[total_tokens, num_q_heads, v_head_dim]`` in q's dtype (or the given tensor); with ``return_lse`` also ``lse``,
+        ``out`` ``[total_tokens, num_q_heads, v_head_dim]`` in q's dtype (or the given tensor); with ``return_lse`` or ``lse`` also ``lse``,
         ``[total_tokens, num_q_heads]`` float32, natural logarithm. Rows of no sequence are 0 and -inf.
 
     Raises:
@@ -147,12 +151,10 @@ def prefix_prefill(
     for name, hint in (("max_q_len", max_q_len), ("max_seq_len", max_seq_len)):
         if hint is not None:
             check_int(name, hint, 0)
-    check_flag("return_lse", return_lse)
     check_flag("deterministic", deterministic)
     if q.shape[0] * group >= MAX_POSITION:
         raise RangeError(f"q: expected total_tokens x group below 2^30, got {q.shape[0]} x {group}")
-    if out is not None:
-        check_out(out, (*q.shape[:-1], cache.v_head_dim), q.dtype, device)
+    check_outputs(q, cache, out, lse, return_lse)
     if workspace is not None:
         check_workspace(workspace, device)
     if config is not None:
@@ -161,9 +163,7 @@ def prefix_prefill(
     if checks_on():
         _check_values(q, cache, page_table, prefix_lens, cu_seqlens, options, k is None and q_start is None)
 
-    if out is None:
-        out = torch.empty(*q.shape[:-1], cache.v_head_dim, dtype=q.dtype, device=device)
-    lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=device) if return_lse else None
+    out, lse = outputs(q, cache, out, lse, return_lse)
     if not num_seqs:
         out.zero_()
         if lse is not None:

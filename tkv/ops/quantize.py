@@ -18,8 +18,10 @@ from tkv.ops.launch import (
     row_storages,
     target_for,
 )
+from tkv.ops.library import operator
 
 
+@operator(mutates=("dst",))
 def quantize_pages(src: KVCache, dst: KVCache, src_pages: torch.Tensor, dst_pages: torch.Tensor) -> None:
     """Store whole pages of a native cache in another format: ``dst[dst_pages[i]] = encode(src[src_pages[i]])``.
 

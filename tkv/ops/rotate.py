@@ -10,9 +10,11 @@ from tkv.kernels.args import NewStrides
 from tkv.ops.attention import check_table
 from tkv.ops.checks import INTEGERS, check_cache, check_rope, check_tensor, checks_on
 from tkv.ops.launch import Launch, arch_name, check_launchable, interpreting, padded, paged_words, rope_args, target_for
+from tkv.ops.library import operator
 from tkv.rope import Rope
 
 
+@operator(mutates=("cache",))
 def rotate_keys(
     cache: KVCache, page_table: torch.Tensor, seq_lens: torch.Tensor, old_pos: torch.Tensor, new_pos: torch.Tensor, rope: Rope
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from tkv.ops.attention import (
 )
 from tkv.ops.checks import FLOATS, INTEGERS, check_cache, check_flag, check_int, check_ragged, check_tensor, checks_on
 from tkv.ops.launch import Launch, arch_name, check_launchable, interpreting, num_sms, paged_words, rope_args
+from tkv.ops.library import operator
 from tkv.rope import Rope
 from tkv.tune.configs import AttentionConfig
 from tkv.tune.keys import MAX_SCORE_ROWS
@@ -29,6 +31,13 @@ from tkv.tune.keys import MAX_SCORE_ROWS
 REDUCTIONS = ("sum", "mean", "max")
 
 
+def _traced(call: Callable[[dict[str, Any]], Any], values: dict[str, Any]) -> torch.Tensor:
+    out = _scores(values["cache"]) if values["out"] is None else values["out"]
+    call({**values, "out": out})
+    return out
+
+
+@operator(mutates=("out",), needs=("out",), traced=_traced)
 def key_scores(
     q: torch.Tensor,
     cache: KVCache,
@@ -135,7 +144,7 @@ def key_scores(
     if checks_on():
         _check_values(q, cache, page_table, seq_lens, cu_seqlens, options)
     if out is None:
-        out = torch.zeros(shape, dtype=torch.float32, device=device)
+        out = _scores(cache)
     if q.shape[0] and num_seqs and page_table.shape[1]:
         for launch in plan_scores(
             q, cache, page_table, seq_lens, lse, out, arch_name(device), interpreting(), options, reduce=reduce, accumulate=accumulate,
@@ -143,6 +152,10 @@ def key_scores(
         ):  # fmt: skip
             launch.run(device)
     return out
+
+
+def _scores(cache: KVCache) -> torch.Tensor:
+    return torch.zeros(cache.num_pages, cache.page_size, cache.num_kv_heads, dtype=torch.float32, device=cache.device)
 
 
 def plan_scores(

@@ -19,9 +19,11 @@ from tkv.ops.launch import (
     row_storages,
     target_for,
 )
+from tkv.ops.library import operator
 from tkv.rope import Rope
 
 
+@operator(mutates=("cache",))
 def write_kv(
     k: torch.Tensor,
     v: torch.Tensor,

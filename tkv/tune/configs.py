@@ -68,12 +68,14 @@ class AttentionConfig:
             return config
         if not isinstance(config, dict):
             raise DTypeError(f"config: expected a AttentionConfig or a dict of its fields, got {config!r}")
-        known = [field.name for field in fields(cls)]
-        unknown = sorted(set(config) - set(known))
-        missing = [name for name in known if name not in ("split_len", "max_registers", *config)]
+        unknown = sorted(set(config) - set(TUNABLES))
+        missing = [name for name in TUNABLES if name not in ("split_len", "max_registers", *config)]
         if unknown or missing:
-            raise UnsupportedError(f"config: tunables are {', '.join(known)}; unknown {unknown}, missing {missing}")
+            raise UnsupportedError(f"config: tunables are {', '.join(TUNABLES)}; unknown {unknown}, missing {missing}")
         return cls(**config)
+
+
+TUNABLES = tuple(field.name for field in fields(AttentionConfig))
 
 
 def with_tree(config: AttentionConfig) -> AttentionConfig:
