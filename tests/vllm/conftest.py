@@ -15,4 +15,5 @@ else:
         VLLM_CPU_KVCACHE_SPACE="1",
         VLLM_ENABLE_V1_MULTIPROCESSING="0",
         VLLM_LOGGING_LEVEL="ERROR",
+        VLLM_CPU_OMP_THREADS_BIND="nobind",
     )

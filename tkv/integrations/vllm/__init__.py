@@ -14,8 +14,7 @@ def register() -> None:
 
     Nothing changes until tkv is chosen: on a GPU as vLLM's custom backend, ``attention_config={"backend": "CUSTOM"}`` or
     ``--attention-backend CUSTOM``; on a CPU, where vLLM has no choice to offer, by ``TKV_VLLM=1`` in the environment, which also takes the
-    custom backend's place from another plugin. Calling it again changes nothing. The backend itself, and with it the rest of vLLM and
-    tkv, is imported when vLLM asks for it.
+    custom backend's place from another plugin. Calling it again changes nothing. The backend's module is imported when vLLM asks for it.
 
     Raises:
         UnsupportedError: ``TKV_VLLM=1`` is set and this version of vLLM has no such registry.

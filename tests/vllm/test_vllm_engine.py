@@ -1,0 +1,157 @@
+"""Whole generations by vLLM's engine on tkv's backend: the tokens are those of Hugging Face and of vLLM's own CPU backend."""
+
+import gc
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import tiny
+from vllm import LLM, SamplingParams
+from vllm.v1.attention import selector
+from vllm.v1.attention.backends import registry
+
+import tkv
+from tkv.integrations.vllm import register
+
+PROMPTS = tiny.prompts(5, 33, 70, 17)
+TOKENS = 6
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The folder of a tiny model, made once."""
+    made = {}
+
+    def get(name):
+        if name not in made:
+            made[name] = tiny.make(name, tmp_path_factory.mktemp(name))
+        return made[name]
+
+    return get
+
+
+@pytest.fixture
+def engine(folder):
+    """Starts an engine: on tkv, or on what vLLM takes by itself. A prompt of more than 48 tokens comes in several batches."""
+
+    def start(name="llama", *, backend="tkv", **options):
+        os.environ["TKV_VLLM"] = "1" if backend == "tkv" else "0"
+        registry._ATTN_OVERRIDES.clear()
+        selector._cached_get_attn_backend.cache_clear()
+        register()
+        options = {"block_size": 16, "max_num_batched_tokens": 48, "dtype": "float32", **options}
+        return LLM(folder(name), enforce_eager=True, skip_tokenizer_init=True, max_model_len=128, max_num_seqs=8, **options)
+
+    yield start
+    os.environ.pop("TKV_VLLM", None)
+    gc.collect()
+
+
+def run(llm, prompts=PROMPTS, max_tokens=TOKENS):
+    """vLLM's results, greedily."""
+    greedy = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
+    return llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], greedy, use_tqdm=False)
+
+
+def tokens(results):
+    """The new tokens of each."""
+    return [list(result.outputs[0].token_ids) for result in results]
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Batches that tkv's kernels got, as (function, number of new tokens of each sequence)."""
+    seen = []
+    decode, prefill = tkv.paged_decode, tkv.prefix_prefill
+
+    def counted_decode(q, *args, **kwargs):
+        seen.append(("paged_decode", [q.shape[1]] * q.shape[0]))
+        return decode(q, *args, **kwargs)
+
+    def counted_prefill(q, k, v, cache, table, prefix_lens, cu_seqlens, **kwargs):
+        seen.append(("prefix_prefill", cu_seqlens.diff().tolist()))
+        return prefill(q, k, v, cache, table, prefix_lens, cu_seqlens, **kwargs)
+
+    monkeypatch.setattr(tkv, "paged_decode", counted_decode)
+    monkeypatch.setattr(tkv, "prefix_prefill", counted_prefill)
+    return seen
+
+
+def test_tokens_are_those_of_hugging_face_and_of_vllm_alone_and_prefixes_are_found(engine, folder, calls):
+    expected = tiny.expected(folder("llama"), PROMPTS, TOKENS)
+    llm = engine()
+    assert tokens(run(llm)) == expected
+    lens = [q_lens for function, q_lens in calls if function == "prefix_prefill"]
+    assert any(1 in q_lens and max(q_lens) > 1 for q_lens in lens), "a batch with decoding and prefilling sequences"
+    assert any(q_lens == [1, 1, 1, 1] for function, q_lens in calls if function == "paged_decode")
+
+    # 70 tokens are 4 whole pages, which a second prompt that begins with them finds.
+    shared = tiny.prompts(9, seed=2, start=PROMPTS[2])
+    calls.clear()
+    results = run(llm, [*shared, PROMPTS[1]])
+    assert tokens(results) == [*tiny.expected(folder("llama"), shared, TOKENS), expected[1]]
+    assert [result.num_cached_tokens for result in results] == [64, 32]
+    assert calls[0] == ("prefix_prefill", [70 + 9 - 64, 1])
+
+    calls.clear()
+    own = engine(backend="vllm", block_size=32)
+    assert tokens(run(own)) == expected
+    assert not calls
+
+
+@pytest.mark.parametrize("name", ["mistral", "gemma2", "bloom"])
+def test_windows_soft_caps_and_alibi(engine, folder, calls, name):
+    assert tokens(run(engine(name, block_size=32))) == tiny.expected(folder(name), PROMPTS, TOKENS)
+    assert {function for function, _ in calls} == {"paged_decode", "prefix_prefill"}
+
+
+def test_an_fp8_cache_has_the_tokens_of_keys_rounded_to_fp8(engine, folder):
+    got = tokens(run(engine(kv_cache_dtype="fp8")))
+    assert got == tiny.expected(folder("llama"), PROMPTS, TOKENS, attention="fp8")
+
+
+def test_sequences_that_lose_their_pages_and_start_again(engine, folder):
+    # 13 pages, of which vLLM keeps one: less than the four sequences need at their end.
+    llm = engine(num_gpu_blocks_override=10, enable_prefix_caching=False)
+    assert tokens(run(llm)) == tiny.expected(folder("llama"), PROMPTS, TOKENS)
+
+
+def test_guessed_tokens_are_verified_several_at_once(engine, folder, calls):
+    # What repeats itself is guessed: wrongly while the prompt goes on otherwise, and rightly once the model says one token only.
+    prompts = [prompt * 3 for prompt in tiny.prompts(7, 5, seed=6)]
+    guess = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
+    got = tokens(run(engine("parrot", speculative_config=guess), prompts, 12))
+    assert got == tiny.expected(folder("parrot"), prompts, 12)
+    assert any(function == "paged_decode" and q_lens[0] > 1 for function, q_lens in calls), calls
+
+
+SCRIPT = """
+import json, os, sys
+from vllm import LLM, SamplingParams
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+def main():
+    llm = LLM(sys.argv[1], enforce_eager=True, skip_tokenizer_init=True, dtype="float32", max_model_len=128, max_num_seqs=8, block_size=16,
+              tensor_parallel_size=2, disable_log_stats=True)
+    prompts, tokens = json.loads(sys.argv[2])
+    greedy = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+    results = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], greedy, use_tqdm=False)
+    print("RESULT", json.dumps([list(result.outputs[0].token_ids) for result in results]), flush=True)
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+def test_two_processes_with_half_of_the_heads_each(folder, tmp_path):
+    script = tmp_path / "two.py"
+    script.write_text(SCRIPT)
+    env = {**os.environ, "TKV_VLLM": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_LOGGING_LEVEL": "INFO"}
+    done = subprocess.run(
+        [sys.executable, script, folder("llama"), json.dumps([PROMPTS, 3])], env=env, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr[-3000:] + done.stdout[-3000:]
+    result = next(line for line in done.stdout.splitlines() if line.startswith("RESULT "))
+    assert json.loads(result.removeprefix("RESULT ")) == tiny.expected(folder("llama"), PROMPTS, 3)
