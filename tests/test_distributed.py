@@ -19,8 +19,7 @@ from tkv.integrations.distributed import Partition
 
 DEVICE = test_device()
 KINDS = (
-    "fp32", "bf16", "fp8_e4m3/token_head", "fp8_e5m2/head", "int8/channel", "int8/token_head", "int4/group32", "int4/token_head",
-    ("int4/page_channel", "int8/group32"), ("fp16", "int4/group32"),
+    "fp32", "fp8_e4m3/token_head", "int8/channel", "int4/token_head", ("int4/page_channel", "int8/group32"), ("fp16", "int4/group32"),
 )  # fmt: skip
 
 
@@ -73,7 +72,7 @@ def check(ranks, problem, starts, group="all", **more):
 
 @pytest.mark.parametrize("kind", KINDS, ids=kind_id)
 def test_decoding_is_that_of_one_process_in_every_format(ranks, kind):
-    problem = build(kind, [70, 33, 96], 32, 2, 3, 32, seed=1, spike=5.0)
+    problem = build(kind, [70, 33, 96], 32, 1, 3, 32, seed=1, spike=5.0)
     check(ranks, problem, [[0, 32, 64], [0, 0, 32], [0, 64, 64]])
 
 
@@ -139,16 +138,21 @@ def test_new_tokens_of_a_tree_may_be_on_two_ranks(ranks, kind):
     check(ranks, problem, [[0, 20, 32], [0, 11, 15]])
 
 
-@pytest.mark.parametrize("kind", ["fp32", "fp8_e4m3/token_head", "int4/group32"])
 @pytest.mark.parametrize(
-    "options", [{}, {"window": 11, "sinks": 3, "sink_logits": [1.0, -1.0]}, {"tree": "tree"}], ids=["plain", "window", "tree"]
+    ("kind", "options"),
+    [
+        ("fp32", {}),
+        ("int4/group32", {"softcap": 3.0}),
+        ("bf16", {"tree": "tree"}),
+        ("fp8_e4m3/token_head", {"window": 11, "sinks": 3, "sink_logits": [1.0, -1.0]}),
+    ],
+    ids=str,
 )
 def test_prefill_of_ragged_tokens_is_that_of_one_process(ranks, kind, options):
-    problem = build_ragged(kind, [7, 0, 18, 1], [20, 9, 0, 33], 16, 1, 2, 32, seed=10, fresh=False, tail=2, **options)
-    starts = [[0, 16, 24], [0, 0, 5], [0, 7, 13], [0, 33, 34]]
-    for scatter_heads in (False, True):
-        group = "pair" if scatter_heads else "all"
-        check(ranks, problem, [row[: len(GROUPS[group])] for row in starts], group, scatter_heads=scatter_heads, max_q_len=18)
+    problem = build_ragged(kind, [6, 0, 9, 1], [20, 9, 0, 33], 16, 1, 2, 32, seed=10, fresh=False, tail=2, **options)
+    # Runs end before, within and behind the new tokens.
+    check(ranks, problem, [[0, 16, 24], [0, 0, 5], [0, 7, 8], [0, 33, 34]], max_q_len=9)
+    check(ranks, problem, [[0, 16], [0, 9], [0, 7], [0, 34]], "pair", scatter_heads=True)
 
 
 @pytest.mark.parametrize("q_len", [None, 2])
@@ -167,7 +171,7 @@ def test_ranks_that_have_some_heads_of_q_gather_them_and_get_theirs_back(ranks):
 
 
 def test_a_sequence_grows_from_rank_to_rank(ranks):
-    lens, steps, table = [5, 0, 13], 12, torch.arange(9).view(3, 3)
+    lens, steps, table = [5, 0, 13], 7, torch.arange(9).view(3, 3)
     rng = torch.Generator().manual_seed(13)
     k, v, q = (torch.randn(steps, 18, heads, 32, generator=rng) for heads in (2, 2, 4))
     payload = {"partition": Partition.by_capacity(3, SIZE, capacity=8), "lens": lens, "k": k, "v": v, "q": q}
@@ -340,9 +344,8 @@ def test_a_cuda_graph_can_capture_it(alone):
         q.zero_()
 
 
-def test_a_rank_that_fails_or_hangs_fails_its_test(ranks):
+def test_a_rank_that_hangs_or_fails_fails_its_test(ranks):
+    with pytest.raises(AssertionError, match=r"no answer in 1.0 s from ranks \[2\]"):
+        ranks.run(misbehave, [{"how": how} for how in ("return", "return", "wait")], timeout=1.0)
     with pytest.raises(AssertionError, match=r"rank 1 failed:(.|\n)*KeyError: 'no such function'"):
         ranks.run(misbehave, [{"how": how} for how in ("wait", "fail", "wait")])
-    ranks.run(misbehave, [{"how": "return"}] * SIZE)
-    with pytest.raises(AssertionError, match=r"no answer in 0.2 s from ranks \[2\]"):
-        ranks.run(misbehave, [{"how": how} for how in ("return", "return", "wait")], timeout=0.2)
