@@ -3,6 +3,7 @@
 PYTHON ?= python3
 VENV = .venv
 SANITIZE_VENV = .venv-sanitize
+VLLM_VENV = .venv-vllm
 PIP_ARGS ?=
 ARGS ?=
 CORES := $(shell nproc 2>/dev/null || echo 1)
@@ -31,13 +32,14 @@ else
   ready = $(VENV)/.stamp-$(1)
 endif
 SPY = "$(SANITIZE_VENV)/bin/python"
+VPY = "$(VLLM_VENV)/bin/python"
 
 # Stamps mean nothing once the interpreter behind an environment's link has gone.
-$(foreach v,$(VENV) $(SANITIZE_VENV),$(shell [ -e $(v)/bin/python ] || rm -f $(v)/.stamp*))
+$(foreach v,$(VENV) $(SANITIZE_VENV) $(VLLM_VENV),$(shell [ -e $(v)/bin/python ] || rm -f $(v)/.stamp*))
 
 # Empty where there is one worker or no pytest-xdist.
 XDIST = $$($(PY) -c 'import xdist' 2>/dev/null && [ $(WORKERS) -gt 1 ] && echo "-n $(WORKERS) --dist worksteal" || true)
-DOCTEST_IGNORE = --ignore=tkv/kernels --ignore=tkv/integrations --ignore-glob='tkv/demo*' --ignore=tkv/cli.py
+DOCTEST_IGNORE = --ignore=tkv/kernels --ignore=tkv/integrations/transformers --ignore=tkv/integrations/vllm --ignore-glob='tkv/demo*' --ignore=tkv/cli.py
 
 # $(call pip,venv,arguments): all that pip says goes to a log; large downloads and the start of the installation pass by.
 define pip
@@ -80,11 +82,20 @@ demo-eviction: $(call ready,demo) model ## what to keep of a cache: perplexity o
 	@$(TKV) demo --scenario eviction
 
 .PHONY: test
-test: $(call ready,test) ## the tests and the examples in the documentation
+test: $(call ready,test) model ## the tests and the examples in the documentation
 	@profile=$(PROFILE); workers=$(XDIST); set -x; \
 	$(IN_TREE) TKV_PROFILE=$$profile $(PY) -m pytest -q $$workers tests $(ARGS)
 	@workers=$(XDIST); set -x; \
 	$(IN_TREE) TRITON_INTERPRET=1 $(PY) -m pytest -q $$workers --doctest-modules tkv $(DOCTEST_IGNORE)
+
+.PHONY: test-vllm
+ifeq ($(VENV),none)
+test-vllm:
+	$(IN_TREE) $(PY) -m pytest -q tests/vllm $(ARGS)
+else
+test-vllm: $(VLLM_VENV)/.stamp ## whole engines of vLLM, in an environment of their own, with tkv's attention and with vLLM's
+	$(IN_TREE) $(VPY) -m pytest -q tests/vllm $(ARGS)
+endif
 
 .PHONY: deep
 deep: $(call ready,test) ## long randomised tests
@@ -126,7 +137,7 @@ endif
 
 .PHONY: clean
 clean: ## remove environments, caches and built files
-	rm -rf .venv .venv-sanitize bench build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-sanitize .venv-vllm bench build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find tkv tests perf -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
 
 $(VENV)/bin/python $(SANITIZE_VENV)/bin/python:
@@ -162,4 +173,8 @@ $(SANITIZE_VENV)/.stamp: constraints.txt $(SANITIZE_VENV)/bin/python
 	@$(call pip,$(SANITIZE_VENV),torch numpy tabulate pytest hypothesis)
 	@"$(SANITIZE_VENV)/bin/python" -m pip -qq --disable-pip-version-check install --no-input $(PIP_ARGS) --no-deps triton==3.9.0
 	@$(call pip,$(SANITIZE_VENV),--no-deps --ignore-requires-python ttsem)
+	@touch "$@"
+
+$(VLLM_VENV)/.stamp: constraints-vllm.txt pyproject.toml tests/vllm/make_env.sh
+	@PYTHON="$(PYTHON)" PIP_ARGS="$(PIP_ARGS)" bash tests/vllm/make_env.sh "$(VLLM_VENV)"
 	@touch "$@"

@@ -48,9 +48,7 @@ class _Kind:
     together: Callable[..., Any] = lambda value: value
 
 
-def _cache_apart(cache: Any) -> Sequence[Any]:
-    if not isinstance(cache, KVCache):
-        raise DTypeError(f"expected a tkv.KVCache, got {type(cache).__name__}")
+def _cache_apart(cache: KVCache) -> Sequence[Any]:
     v, v_scale = (None, None) if cache.v_is_k else (cache.v, cache.v_scale)
     return cache.k, v, cache.k_scale, v_scale, str(cache.k_format), str(cache.v_format), cache.v_head_dim
 
@@ -207,7 +205,10 @@ class _Operator:
         """Call the operator with a value for every parameter."""
         given: list[Any] = []
         for parameter in self.parameters:
-            given += parameter.kind.apart(values[parameter.name])
+            value = values[parameter.name]
+            if parameter.kind is _KINDS["KVCache"] and not isinstance(value, KVCache):
+                raise DTypeError(f"{parameter.name}: expected a tkv.KVCache, got {type(value).__name__}")
+            given += parameter.kind.apart(value)
         return getattr(torch.ops.tkv, self.name)(*given)
 
 
