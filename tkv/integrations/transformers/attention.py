@@ -45,6 +45,7 @@ class _Passes(threading.local):
 passes = _Passes()
 
 
+@torch.compiler.disable
 def attention(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -88,6 +89,10 @@ def attention(
             raise UnsupportedError(f"{name}: {what} is not served")
     if kwargs.get("is_causal") is False or not getattr(module, "is_causal", True):
         raise UnsupportedError(f"is_causal: {type(module).__name__} is not causal; a token sees only what is before it here")
+    if s_aux is None and getattr(module, "sinks", None) is not None:
+        raise UnsupportedError(f"model: {type(module).__name__} has sinks that it does not tell its attention function")
+    if scaling is None and (getattr(module, "scale_attn_by_inverse_layer_idx", False) or not getattr(module, "scale_attn_weights", True)):
+        raise UnsupportedError(f"model: {type(module).__name__} scales scores in a way that it does not tell its attention function")
     if not isinstance(attention_mask, torch.Tensor) or not hasattr(attention_mask, "tkv_window"):
         given = "none" if attention_mask is None else f"shape {list(attention_mask.shape)}"
         raise UnsupportedError(f"attention_mask: expected one that transformers.masking_utils made for tkv, got {given}")
@@ -109,6 +114,7 @@ def attention(
     return out, None
 
 
+@torch.compiler.disable
 def mask(
     attention_mask: torch.Tensor | None = None, local_size: int | None = None, allow_is_causal_skip: bool = True, **kwargs: Any
 ) -> torch.Tensor:

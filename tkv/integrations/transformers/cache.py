@@ -61,6 +61,8 @@ class TkvLayer(CacheLayerMixin):
         Returns:
             Both, unchanged: what is cached stays in its pages.
         """
+        if not self.cache.is_open:
+            raise UnsupportedError("cache: a TkvCache works in a model after use_tkv(model) only")
         self.new = (key_states, value_states)
         return self.new
 
@@ -126,6 +128,17 @@ class TkvCache(Cache):
     def nbytes(self) -> int:
         """Bytes of all layers' keys, values and scales as allocated."""
         return sum(layer.kv.nbytes for layer in self.layers if layer.kv is not None)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a forward pass is under way."""
+        return self._layout is not None
+
+    @torch.compiler.disable
+    def update(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """As transformers has it: a layer's :meth:`TkvLayer.update`."""
+        keys, values = super().update(*args, **kwargs)
+        return keys, values
 
     def begin(self, batch: int, q_len: int, mask: np.ndarray | None) -> None:
         """Start a forward pass.

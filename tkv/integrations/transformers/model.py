@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-import weakref
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
@@ -20,8 +19,8 @@ from tkv.integrations.transformers import attention
 from tkv.integrations.transformers.cache import Policy, Settings, TkvCache, window_of
 from tkv.ops.checks import check_int
 
-_in_use: weakref.WeakKeyDictionary[torch.nn.Module, TkvModel] = weakref.WeakKeyDictionary()
-
+# The attribute of a model that says which TkvModel it is in.
+OWNER = "_tkv_model"
 # What the attention functions of models may take: all of it is served or, where it comes, refused.
 KNOWN_ARGUMENTS = {
     "module", "query", "key", "value", "attention_mask", "scaling", "dropout", "kwargs", "sliding_window", "softcap", "s_aux", "sinks",
@@ -88,8 +87,8 @@ def use_tkv(
     config = model.config.get_text_config()
     if any(kind == "sliding_attention" for kind in _layer_types(config)):
         window_of(config.sliding_window, settings)
-    if model in _in_use:
-        _in_use[model].restore()
+    if OWNER in model.__dict__:
+        model.__dict__[OWNER].restore()
     return TkvModel(model, decoder, settings)
 
 
@@ -105,6 +104,7 @@ class TkvModel:
         self.model, self.settings = model, settings
         self._signature = inspect.signature(decoder.forward)
         self._cache_name = "cache" if "cache" in self._signature.parameters else "past_key_values"
+        self._num_layers = 1 + max(module.layer_idx for module in decoder.modules() if isinstance(getattr(module, "layer_idx", None), int))
         self._before = model.config._attn_implementation
         # In generate: columns of the prompt; those behind are tokens. None: masks are to be read.
         self._prompt_columns: int | None = None
@@ -116,16 +116,15 @@ class TkvModel:
         ]
         self._patch("generate", self._generate)
         self._patch("_prepare_cache_for_generation", self._prepare_cache)
-        _in_use[model] = self
+        model.__dict__[OWNER] = self
 
     def restore(self) -> None:
         """Give the model its own attention back; caches that it returned stay readable, but cannot be gone on from. Twice is fine."""
-        if _in_use.get(self.model) is not self:
+        if self.model.__dict__.get(OWNER) is not self:
             return
-        del _in_use[self.model]
         for hook in self._hooks:
             hook.remove()
-        for name in ("generate", "_prepare_cache_for_generation"):
+        for name in (OWNER, "generate", "_prepare_cache_for_generation"):
             self.model.__dict__.pop(name, None)
         self.model.set_attn_implementation(self._before)
 
@@ -138,7 +137,7 @@ class TkvModel:
         Returns:
             The cache.
         """
-        return TkvCache(self.settings, self.model.config.get_text_config().num_hidden_layers, max_tokens)
+        return TkvCache(self.settings, self._num_layers, max_tokens)
 
     def __enter__(self) -> TkvModel:
         return self
@@ -153,6 +152,8 @@ class TkvModel:
 
     def _generate(self, own: Any, *args: Any, **kwargs: Any) -> Any:
         """generate, within which masks of steps need not be read."""
+        if kwargs.get("cache_implementation") == "paged":
+            raise UnsupportedError("cache_implementation: 'paged', transformers' continuous batching, has pages of its own; call restore()")
         before = self._prompt_columns
         try:
             return own(*args, **kwargs)
@@ -161,7 +162,7 @@ class TkvModel:
 
     def _prepare_cache(self, own: Any, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """What generate calls for its cache."""
-        if generation_config.cache_implementation not in (None, "dynamic"):
+        if generation_config.cache_implementation not in (None, "dynamic", "dynamic_full"):
             raise UnsupportedError(
                 f"cache_implementation: expected none, for the cache is tkv's, got {generation_config.cache_implementation!r}"
             )
@@ -173,6 +174,7 @@ class TkvModel:
         model_kwargs[self._cache_name] = self.new_cache(max_tokens)
         return True
 
+    @torch.compiler.disable
     def _begin(self, decoder: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Before a forward pass of the decoder."""
         if "past_key_values" in kwargs and self._cache_name == "cache":
@@ -203,6 +205,7 @@ class TkvModel:
         cache.begin(inputs.shape[0], inputs.shape[1], self._read(values.get("attention_mask"), cache.length))
         return args, kwargs
 
+    @torch.compiler.disable
     def _end(self, decoder: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """After it, also where it failed."""
         stack = attention.passes.stack
@@ -215,7 +218,9 @@ class TkvModel:
             return None
         if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
             shape = list(mask.shape) if isinstance(mask, torch.Tensor) else type(mask).__name__
-            raise UnsupportedError(f"attention_mask: expected [batch, columns], which are padding; masks of another kind, {shape}, are not served")
+            raise UnsupportedError(
+                f"attention_mask: expected [batch, columns], 0 for padding; masks of another kind are not served, got {shape}"
+            )
         return (mask != 0).cpu().numpy()
 
 
@@ -273,6 +278,8 @@ def _check_model(model: Any) -> torch.nn.Module:
     ):
         if getattr(config, field, None):
             raise UnsupportedError(f"model: {name} has {what} (config.{field}), which is not served")
+    if getattr(config, "layers_block_type", None) or getattr(config, "block_types", None):
+        raise UnsupportedError(f"model: {name} has layers without keys and values, whose states are not in pages")
     others = sorted(set(_layer_types(config)) - LAYER_TYPES)
     if others:
         raise UnsupportedError(f"model: {name} has layers of type {', '.join(others)}; served are full_attention and sliding_attention")
@@ -282,6 +289,8 @@ def _check_model(model: Any) -> torch.nn.Module:
     parameters = inspect.signature(decoder.forward).parameters
     if "cache" not in parameters and "past_key_values" not in parameters:
         raise UnsupportedError(f"model: {type(decoder).__name__} takes no cache")
+    if not any(isinstance(getattr(module, "layer_idx", None), int) for module in decoder.modules()):
+        raise UnsupportedError(f"model: layers of {type(decoder).__name__} do not say which layer's cache they have")
     for module in decoder.modules():
         eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
         if eager is not None and hasattr(module, "layer_idx"):
