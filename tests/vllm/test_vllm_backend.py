@@ -8,7 +8,7 @@ import torch
 from bounds import assert_close_to_reference
 from caches import bits, poison_
 from vllm.v1.attention.backend import AttentionType, CommonAttentionMetadata
-from vllm.v1.kv_cache_interface import FullAttentionSpec, RSWASpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, FullAttentionSpec, RSWASpec, SlidingWindowSpec, get_kv_quant_mode
 
 import tkv
 from tkv import reference
@@ -17,6 +17,10 @@ from tkv.integrations.vllm import backend as backend_module
 from tkv.integrations.vllm.backend import TkvBackend, TkvImpl, TkvMetadataBuilder, uniform_query_len
 
 CPU = torch.device("cpu")
+KINDS = {
+    "fp8": "fp8_e4m3/tensor", "fp8_e5m2": "fp8_e5m2/tensor", "int8_per_token_head": "int8/token_head",
+    "fp8_per_token_head": "fp8_e4m3/token_head",
+}  # fmt: skip
 
 
 def builder(page_size=16, kv_heads=2, dim=32, dtype=torch.float32, **spec):
@@ -62,8 +66,9 @@ class Case:
                 # vLLM frees pages that left the window and puts page 0 in their place.
                 self.table[seq, : max(0, lens[seq] - q_lens[seq] - window + 1) // page_size] = 0
         pages = sum(counts) + 3
-        stored = torch.uint8 if kv_dtype.startswith("fp8") else dtype
-        shape = (pages, kv_heads, page_size, 2 * dim) if layout == "heads first" else (pages, page_size, kv_heads, 2 * dim)
+        stored = torch.int8 if kv_dtype.startswith("int8") else torch.uint8 if kv_dtype.startswith("fp8") else dtype
+        width = 2 * dim + (8 if kv_dtype.endswith("per_token_head") else 0)
+        shape = (pages, kv_heads, page_size, width) if layout == "heads first" else (pages, page_size, kv_heads, width)
         memory = torch.empty(2, *shape, dtype=stored)
         poison_(memory.view(torch.float8_e4m3fn) if stored == torch.uint8 else memory)
         self.kv_cache = memory[1] if layout == "heads first" else memory[1].transpose(1, 2)
@@ -93,10 +98,13 @@ class Case:
 
     def own_cache(self):
         """The cache as the test understands the tensor, apart from the code under test."""
-        k, v = self.kv_cache.permute(0, 2, 1, 3).contiguous().split(self.dim, -1)
-        kind = {"fp8": "fp8_e4m3/tensor", "fp8_e5m2": "fp8_e5m2/tensor"}.get(self.impl.kv_cache_dtype)
-        scales = (self.layer._k_scale, self.layer._v_scale) if kind else (None, None)
-        return tkv.KVCache(k.contiguous(), v.contiguous(), *scales, format=kind)
+        numbers, kind = self.kv_cache.permute(0, 2, 1, 3), KINDS.get(self.impl.kv_cache_dtype)
+        half = numbers.shape[-1] // 2
+        k, v = (numbers[..., at : at + self.dim].contiguous() for at in (0, half))
+        scales = (None, None) if kind is None else (self.layer._k_scale, self.layer._v_scale)
+        if half > self.dim:
+            scales = (numbers[..., at - 4 : at].contiguous().view(torch.float32)[..., 0] for at in (half, 2 * half))
+        return tkv.KVCache(k, v, *scales, format=kind)
 
     def run(self):
         """The output for the batch's tokens; what is behind them is not looked at."""
@@ -113,7 +121,7 @@ class Case:
         truth = reference.prefix_prefill(
             self.q[:n], None, None, self.own_cache(), self.table[:num_seqs], prefix.int(), starts, **self.options
         )
-        quantised = self.impl.kv_cache_dtype.startswith("fp8") or self.dtype == torch.float16
+        quantised = self.impl.kv_cache_dtype in KINDS or self.dtype == torch.float16
         v_size = max(self.lens, default=0) * 8.0 if quantised and self.dtype != torch.float32 else 0.0
         assert_close_to_reference(self.run()[:n], None, truth, self.dtype, v_size)
 
@@ -162,11 +170,27 @@ def test_the_window_counts_the_token_itself():
     assert one_less.run()[0].abs().max() < 100
 
 
-@pytest.mark.parametrize("kv_dtype", ["fp8", "fp8_e5m2"])
+@pytest.mark.parametrize("kv_dtype", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_fp8_caches_with_their_scales(kv_dtype, dtype):
-    for q_lens in ([1, 1], [7, 2]):
-        Case([40, 21], q_lens, kv_dtype=kv_dtype, dtype=dtype, k_scale=0.05, v_scale=0.125).check()
+def test_quantised_caches_with_their_scales(kv_dtype, dtype):
+    for q_lens, layout in (([1, 1], "heads first"), ([7, 2], "tokens first")):
+        Case([40, 21], q_lens, kv_dtype=kv_dtype, dtype=dtype, k_scale=0.05, v_scale=0.125, layout=layout).check()
+
+
+@pytest.mark.parametrize("kv_dtype", ["int8_per_token_head", "fp8_per_token_head"])
+def test_scales_of_tokens_lie_behind_their_numbers(kv_dtype):
+    case = Case([5], [1], kv_dtype=kv_dtype)
+    page, offset = divmod(int(case.slots[3]), 16)
+    row = case.kv_cache[page, 1, offset]
+    largest = 127 if kv_dtype.startswith("int8") else 448
+    scales = torch.cat([row[32:36], row[68:72]]).view(torch.float32)
+    assert torch.allclose(scales, torch.stack([case.k[3, 1].abs().max(), case.v[3, 1].abs().max()]) / largest, rtol=1e-6)
+
+    shape = {"block_size": 16, "num_kv_heads": 2, "head_size": 32}
+    spec = FullAttentionSpec(**shape, dtype=row.dtype, kv_quant_mode=get_kv_quant_mode(kv_dtype))
+    assert TkvBackend.customize_spec(spec).state_content_size_bytes == 72
+    plain = FullAttentionSpec(**shape, dtype=torch.bfloat16)
+    assert TkvBackend.customize_spec(plain) is plain
 
 
 def test_fp8_numbers_are_those_of_the_scaled_keys():
@@ -254,6 +278,28 @@ def test_equal_lengths_are_decoded_and_others_prefilled(monkeypatch):
     for q_lens in ([1, 1], [2, 2], [2, 1]):
         Case([7, 9], q_lens).run()
     assert called == [("decode", [2, 1, 4, 32]), ("decode", [2, 2, 4, 32]), ("prefill", [3, 4, 32])]
+
+
+@pytest.mark.parametrize("lens, q_lens", [([37, 70], [1, 1]), ([37, 70, 5], [30, 7, 5])])
+def test_chunked_local_attention_sees_its_chunk_only(lens, q_lens):
+    from vllm.model_executor.layers.attention.chunked_local_attention import create_chunked_local_attention_backend
+
+    chunk, case = 32, Case(lens, q_lens)
+    spec = ChunkedLocalAttentionSpec(block_size=16, num_kv_heads=2, head_size=32, dtype=torch.float32, attention_chunk_size=chunk)
+    made = create_chunked_local_attention_backend(TkvBackend, chunk).get_builder_cls()(spec, ["layer.0"], None, CPU)
+    # Ids of pages are multiplied there, before it is known whether any row sees them.
+    case.batch.block_table_tensor = case.table.masked_fill(case.table == 2**30, 0)
+    out = torch.empty_like(case.q)
+    case.impl.forward(case.layer, case.q, None, None, case.kv_cache, made.build(0, case.batch), out)
+    row = key = 0
+    for n, new in zip(lens, q_lens):
+        for i in range(n - new, n):
+            seen = slice(key + i // chunk * chunk, key + i + 1)
+            k, v = (x[seen].repeat_interleave(2, 1).double() for x in (case.k, case.v))
+            weights = (0.2 * torch.einsum("hd,jhd->hj", case.q[row].double(), k)).softmax(-1)
+            assert torch.allclose(out[row].double(), torch.einsum("hj,jhd->hd", weights, v), rtol=1e-4, atol=1e-5), (n, i)
+            row += 1
+        key += n
 
 
 def test_a_layer_may_read_another_layer_s_cache():

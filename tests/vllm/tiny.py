@@ -57,11 +57,20 @@ def expected(folder, prompts, max_tokens, attention="eager"):
     return results
 
 
-def _through_fp8(module, query, key, value, mask, **kwargs):
-    key, value = (x.clamp(-448, 448).to(torch.float8_e4m3fn).to(x.dtype) for x in (key, value))
-    return sdpa_attention_forward(module, query, key, value, mask, **kwargs)
+def _in_fp8(x):
+    return x.clamp(-448, 448).to(torch.float8_e4m3fn).to(x.dtype)
 
 
-# Keys and values that are rounded whenever they are read are those of an fp8 cache.
-AttentionInterface.register("fp8", _through_fp8)
-AttentionMaskInterface.register("fp8", sdpa_mask)
+def _in_int8(x):
+    scale = x.abs().amax(-1, keepdim=True) / 127
+    return (x / scale).round() * scale
+
+
+# Keys and values that are rounded whenever they are read are those of a quantised cache.
+for _name, _rounded in {"fp8": _in_fp8, "int8_per_token_head": _in_int8}.items():
+
+    def _attention(module, query, key, value, mask, *, _rounded=_rounded, **kwargs):
+        return sdpa_attention_forward(module, query, _rounded(key), _rounded(value), mask, **kwargs)
+
+    AttentionInterface.register(_name, _attention)
+    AttentionMaskInterface.register(_name, sdpa_mask)

@@ -42,9 +42,12 @@ class TkvMetadataBuilder(vllm.AttentionMetadataBuilder[TkvMetadata]):
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: vllm.VllmConfig, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        if type(kv_cache_spec) not in (vllm.FullAttentionSpec, vllm.SlidingWindowSpec):
+        # Chunks of local attention come as sequences of their own.
+        served = vllm.FullAttentionSpec, vllm.SlidingWindowSpec, vllm.ChunkedLocalAttentionSpec
+        if type(kv_cache_spec) not in served:
             raise UnsupportedError(
-                f"kv_cache_spec: tkv serves full and sliding-window attention, got {type(kv_cache_spec).__name__} for {layer_names[0]}"
+                f"kv_cache_spec: tkv serves full, sliding-window and chunked local attention, got {type(kv_cache_spec).__name__} "
+                f"for {layer_names[0]}"
             )
         if kv_cache_spec.head_size_v != kv_cache_spec.head_size:
             dims = kv_cache_spec.head_size, kv_cache_spec.head_size_v
@@ -58,12 +61,13 @@ class TkvMetadataBuilder(vllm.AttentionMetadataBuilder[TkvMetadata]):
         batch = common_attn_metadata
         if batch.causal is not True:
             raise UnsupportedError("causal: tkv's attention is causal, and this batch asks for tokens that see later ones")
-        uniform_len = uniform_query_len(batch.query_start_loc_cpu.numpy(), batch.num_actual_tokens, batch.max_query_len)
+        longest = int(batch.max_query_len)
+        uniform_len = uniform_query_len(batch.query_start_loc_cpu.numpy(), batch.num_actual_tokens, longest)
         return TkvMetadata(
             num_tokens=batch.num_actual_tokens,
             uniform_len=uniform_len,
-            max_query_len=batch.max_query_len,
-            max_seq_len=batch.max_seq_len,
+            max_query_len=longest,
+            max_seq_len=int(batch.max_seq_len),
             query_start_loc=batch.query_start_loc,
             seq_lens=batch.seq_lens,
             prefix_lens=None if uniform_len else batch.compute_num_computed_tokens(),
@@ -135,8 +139,8 @@ class TkvImpl(vllm.AttentionImpl[TkvMetadata]):
         self.alibi_slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
         self.sinks = sinks
         self._refuse(attn_type, kv_sharing_target_layer_name, extra)
-        self._source: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
-        self._cache: tkv.KVCache | None = None
+        # The layer's cache and what it was made of. vLLM empties an attribute of this name when it frees the memory.
+        self._k_scale_cache: tuple[tkv.KVCache, tuple[torch.Tensor, ...]] | None = None
 
     def _refuse(self, attn_type: str, shared_with: str | None, extra: dict[str, Any]) -> None:
         config = vllm.get_current_vllm_config_or_none()
@@ -148,7 +152,7 @@ class TkvImpl(vllm.AttentionImpl[TkvMetadata]):
         native = {"float16": torch.float16, "bfloat16": torch.bfloat16}.get(self.kv_cache_dtype)
         if native is not None and model is not None and model.dtype not in (native, torch.float32):
             raise UnsupportedError(f"kv_cache_dtype: a model in {model.dtype} needs 'auto' or fp8, got {self.kv_cache_dtype!r}")
-        if shared_with is not None and self.kv_cache_dtype.startswith("fp8"):
+        if shared_with is not None and (vllm.FORMATS[self.kv_cache_dtype] or "").endswith("/tensor"):
             raise UnsupportedError(f"kv_cache_dtype: an fp8 cache shared with {shared_with} has the scales of that layer, unknown here")
         if self.dcp_world_size > 1 or self.pcp_world_size > 1:
             raise UnsupportedError(
@@ -165,14 +169,15 @@ class TkvImpl(vllm.AttentionImpl[TkvMetadata]):
     def cache_of(self, layer: Any, kv_cache: torch.Tensor) -> tkv.KVCache:
         """The layer's cache: views of vLLM's tensor, made again only where vLLM has made another one."""
         source = kv_cache, layer._k_scale, layer._v_scale
-        if self._cache is None or self._source is None or any(new is not old for new, old in zip(source, self._source)):
-            k, v = vllm.split_kv(kv_cache, self.num_kv_heads, self.head_size)
-            kind = vllm.FORMATS[self.kv_cache_dtype]
-            k_scale, v_scale = source[1:] if kind is not None and kind.startswith("fp8") else (None, None)
-            self._cache, self._source = tkv.KVCache(k, v, k_scale, v_scale, format=kind), source
+        if self._k_scale_cache is None or any(new is not old for new, old in zip(source, self._k_scale_cache[1])):
+            kind = vllm.FORMATS[self.kv_cache_dtype] or ""
+            k, v, k_scale, v_scale = vllm.split_kv(kv_cache, self.num_kv_heads, self.head_size, kind.endswith("/token_head"))
+            if kind.endswith("/tensor"):
+                k_scale, v_scale = source[1:]
+            self._k_scale_cache = tkv.KVCache(k, v, k_scale, v_scale, format=kind or None), source
             if self.alibi_slopes is not None:
                 self.alibi_slopes = self.alibi_slopes.to(kv_cache.device)
-        return self._cache
+        return self._k_scale_cache[0]
 
     def do_kv_cache_update(
         self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
@@ -237,6 +242,11 @@ class TkvBackend(vllm.AttentionBackend):
     def get_builder_cls() -> type[TkvMetadataBuilder]:
         """A batch's metadata."""
         return TkvMetadataBuilder
+
+    @classmethod
+    def customize_spec(cls, spec: Any) -> Any:
+        """A layer's cache with room for the scales that its format has."""
+        return vllm.with_inline_scales(spec)
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | vllm.MultipleOf]:
