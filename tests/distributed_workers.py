@@ -106,7 +106,7 @@ def packed(message):
 
 
 def unpacked(data):
-    return torch.load(io.BytesIO(data), weights_only=False)
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
 
 
 def _poisoned_empty(empty, *args, **kwargs):
@@ -118,7 +118,8 @@ def _poisoned_empty(empty, *args, **kwargs):
 def moved(value, device):
     """Tensors and caches on a device."""
     if isinstance(value, tkv.KVCache):
-        return on_device(value, device)
+        # It still says that it is where its sender had it.
+        return on_device(tkv.KVCache(value.k, value.v, *scales_of(value), format=formats_of(value)), device)
     if isinstance(value, tkv.Rope):
         return tkv.Rope(value.cos.to(device), value.sin.to(device), value.interleaved)
     return value.to(device) if isinstance(value, torch.Tensor) else value

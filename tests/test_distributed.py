@@ -126,7 +126,7 @@ def test_pages_of_sink_tokens_are_pinned_where_they_are(ranks):
 
 @pytest.mark.parametrize("window", [None, 20])
 def test_keys_are_rotated_by_their_positions_in_the_sequence(ranks, window):
-    rope = tkv.Rope.of(300 if window else 80, 16, theta=300.0)
+    rope = tkv.Rope.of(300 if window else 80, 16, theta=300.0, device=DEVICE)
     check(ranks, build("fp16", [75, 18], 16, 1, 2, 32, seed=8, window=window, sinks=3, rope=rope), [[0, 20, 74], [0, 2, 10]])
 
 
@@ -146,7 +146,7 @@ def test_new_tokens_of_a_tree_may_be_on_two_ranks(ranks, kind):
         ("bf16", {"tree": "tree"}),
         ("fp8_e4m3/token_head", {"window": 11, "sinks": 3, "sink_logits": [1.0, -1.0]}),
     ],
-    ids=str,
+    ids=["plain", "softcap", "tree", "window and sinks"],
 )
 def test_prefill_of_ragged_tokens_is_that_of_one_process(ranks, kind, options):
     problem = build_ragged(kind, [6, 0, 9, 1], [20, 9, 0, 33], 16, 1, 2, 32, seed=10, fresh=False, tail=2, **options)
@@ -186,6 +186,23 @@ def test_a_sequence_grows_from_rank_to_rank(ranks):
         truth = tkv.reference.paged_decode(q[step, :3].to(DEVICE), cache, table.to(DEVICE), torch.tensor(lens).to(DEVICE))
         assert_close_to_reference(results[0][step], None, truth, torch.float32)
         assert all(torch.equal(results[0][step], result[step]) for result in results[1:])
+
+
+def test_values_that_are_a_view_of_the_keys_are_split_as_well(ranks):
+    rng = torch.Generator().manual_seed(20)
+    k = torch.randn(6, 16, 1, 48, generator=rng).half()
+    cache, table, lens = tkv.KVCache(k, k[..., :32]), torch.tensor([[4, 0, 2, 5], [3, 1, 0, 0]]), torch.tensor([61, 20])
+    q = torch.randn(2, 6, 48, generator=rng).half()
+    truth = tkv.reference.paged_decode(q, cache, table, lens)
+    payloads = []
+    for first, end in ((0, 16), (16, 48), (48, 64)):
+        args = [q, cache, table[:, first // 16 : end // 16], lens.clamp(first, end) - first]
+        starts = {"kv_start": torch.full((2,), first), "q_start": lens - 1}
+        options = {**starts, "scatter_heads": True, "return_lse": True}
+        payloads.append({"name": "context_parallel_decode", "group": "all", "args": args, "options": options})
+    out, lse = (torch.cat(parts, 1) for parts in zip(*ranks.run(attend, payloads)))
+    v_size = 61 * float(k.abs().max())
+    assert_close_to_reference(out, lse, truth, torch.float16, v_size)
 
 
 def test_shared_prefixes_of_parts_are_merged(ranks):

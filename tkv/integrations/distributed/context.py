@@ -42,7 +42,7 @@ def context_parallel_decode(
 
     Args:
         q: as in `tkv.paged_decode`, the same on every rank.
-        cache: the rank's, in any format; ranks may have different ones.
+        cache: the rank's, of any format and page size.
         page_table: ``[num_seqs, max_pages]`` int32 or int64, the rank's pages of each sequence.
         seq_lens: ``[num_seqs]`` int32 or int64, keys of each sequence that the rank holds; 0 is allowed. The rank that owns the new
             tokens has written them before.

@@ -18,9 +18,9 @@ class Partition:
     """Which positions of its sequences each rank of a group holds.
 
     Rank r holds the positions of sequence s from ``starts[s][r]`` to before ``starts[s][r + 1]``, and the last rank all from its start on.
-    So the owner of a new token follows from its position. Nothing moves when a sequence grows: it fills the run of one rank, then the
-    next one's. A rank stores its run from the first row of a page of its own. To balance ranks anew is to copy pages, `tkv.copy_pages`, and
-    to make another Partition.
+    So the owner of a new token follows from its position, and nothing moves when a sequence grows: it fills the run of one rank, then the
+    next one's. A rank stores its run from the first row of a page of its own. To balance ranks anew, an engine sends pages from one to
+    another, and makes another Partition.
 
     Args:
         starts: for each sequence as many ints as there are ranks, from 0 on and never falling; equal ones leave a rank nothing.
