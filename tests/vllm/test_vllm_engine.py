@@ -41,8 +41,8 @@ def engine(folder):
         registry._ATTN_OVERRIDES.clear()
         selector._cached_get_attn_backend.cache_clear()
         register()
-        options = {"block_size": 16, "max_num_batched_tokens": 48, "dtype": "float32", **options}
-        return LLM(folder(name), enforce_eager=True, skip_tokenizer_init=True, max_model_len=128, max_num_seqs=8, **options)
+        options = {"block_size": 16, "max_num_batched_tokens": 48, "dtype": "float32", "max_model_len": 128, **options}
+        return LLM(folder(name), enforce_eager=True, skip_tokenizer_init=True, max_num_seqs=8, **options)
 
     yield start
     os.environ.pop("TKV_VLLM", None)
@@ -116,7 +116,7 @@ def test_a_quantised_cache_has_the_tokens_of_rounded_keys_and_values(engine, fol
 def test_sequences_that_lose_their_pages_start_again(engine, folder, calls):
     # Each needs a third page in the course of generating, and one is left besides the page that vLLM keeps for itself.
     prompts = tiny.prompts(30, 29, 31)
-    llm = engine(num_gpu_blocks_override=8, enable_prefix_caching=False)
+    llm = engine(num_gpu_blocks_override=8, max_model_len=64, enable_prefix_caching=False)
     assert tokens(run(llm, prompts)) == tiny.expected(folder("llama"), prompts, TOKENS)
     computed = sum(sum(q_lens) for _, q_lens in calls) // 2
     assert computed > 90 + 3 * (TOKENS - 1), "tokens a layer: none was computed again"
