@@ -117,6 +117,7 @@ class Engine:
                 self.accept(part, [next(likeliest) for _ in range(len(part.drafts) + 1)])
 
     def admit(self) -> None:
+        # A sequence holds the pages that `add` found: one that has to wait on is freed.
         while self.waiting:
             request = self.waiting[0]
             request.seq = self.manager.add(request.tokens)
@@ -133,6 +134,7 @@ class Engine:
         return pages_for(soon) - len(self.manager.pages(request.seq))
 
     def schedule(self) -> tuple[list[Work], tkv.pages.Batch]:
+        """The work of a step that the pages are enough for, and its batch."""
         speculate = self.speculate
         while True:
             work = self.pick(speculate)
@@ -145,6 +147,7 @@ class Engine:
                     self.preempt(self.running.pop())
 
     def pick(self, speculate: int) -> list[Work]:
+        """What each running sequence gets in a step; a prompt that finds the budget used up gets nothing."""
         work, budget = [], self.chunk
         for request in self.running:
             new = request.tokens[self.manager.length(request.seq) :]
