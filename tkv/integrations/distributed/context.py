@@ -79,10 +79,10 @@ def context_parallel_decode(
         >>> dist.destroy_process_group()
     """
 
-    def attend(out: torch.Tensor, sink_logits: torch.Tensor | None) -> torch.Tensor:
-        return tkv.paged_decode(
-            q, cache, page_table, seq_lens, kv_start=kv_start, q_start=q_start, sink_logits=sink_logits, out=out, return_lse=True, **options
-        )[1]
+    def attend(out: torch.Tensor, lse: torch.Tensor, sink_logits: torch.Tensor | None) -> None:
+        tkv.paged_decode(
+            q, cache, page_table, seq_lens, kv_start=kv_start, q_start=q_start, sink_logits=sink_logits, out=out, lse=lse, **options
+        )
 
     alike = {"q_start": q_start} | {name: options.get(name) for name in SHARED_OPTIONS}
     held = (seq_lens, kv_start, options.get("pinned", 0))
@@ -127,11 +127,11 @@ def context_parallel_prefill(
         ShapeError, DTypeError, DeviceError, RangeError, UnsupportedError: as for `context_parallel_decode`.
     """
 
-    def attend(out: torch.Tensor, sink_logits: torch.Tensor | None) -> torch.Tensor:
-        return tkv.prefix_prefill(
+    def attend(out: torch.Tensor, lse: torch.Tensor, sink_logits: torch.Tensor | None) -> None:
+        tkv.prefix_prefill(
             q, None, None, cache, page_table, seq_lens, cu_seqlens, kv_start=kv_start, q_start=q_start, sink_logits=sink_logits, out=out,
-            return_lse=True, **options,
-        )[1]  # fmt: skip
+            lse=lse, **options,
+        )  # fmt: skip
 
     alike = {"q_start": q_start, "cu_seqlens": cu_seqlens} | {name: options.get(name) for name in SHARED_OPTIONS}
     held = (seq_lens, kv_start, options.get("pinned", 0))
@@ -168,9 +168,10 @@ def merge_ranks(
     check_tensor("out", out, tuple(out.shape), (torch.float32,), out.device, contiguous_last=False)
     check_tensor("lse", lse, tuple(out.shape[:-1]), (torch.float32,), out.device, contiguous_last=False)
     exchange = _Exchange(out.shape, group, scatter_heads, out.device, buffer)
-    exchange.part.copy_(out)
+    exchange.out.copy_(out)
+    exchange.lse.copy_(lse)
     merged = torch.empty(exchange.shape, dtype=torch.float32, device=out.device)
-    return merged, exchange.join(lse, merged)
+    return merged, exchange.join(merged)
 
 
 def gather_heads(q: torch.Tensor, *, group: dist.ProcessGroup | None = None) -> torch.Tensor:
@@ -220,12 +221,12 @@ class _Exchange:
         self.sent = buffer[:sent].view(heads, count, dim + 1)
         self.received = buffer[sent : sent + received].view(self.world_size * self.heads, count, dim + 1)
         # Where this rank's partial result goes.
-        self.part = self.sent[..., :-1].transpose(0, 1).view(*rows, heads, dim)
+        part = self.sent.transpose(0, 1).view(*rows, heads, dim + 1)
+        self.out, self.lse = part[..., :-1], part[..., -1]
 
-    def join(self, lse: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        """Send what is in `part` with its LSE, merge what comes into `out`, and give the merged LSE."""
-        heads, count, _ = self.sent.shape
-        self.sent[..., -1].copy_(lse.reshape(count, heads).T)
+    def join(self, out: torch.Tensor) -> torch.Tensor:
+        """Send the rank's result, merge what comes into `out`, and give the merged LSE."""
+        count = self.sent.shape[1]
         if count:
             if self.scatter_heads:
                 dist.all_to_all_single(self.received, self.sent, group=self.group)
@@ -238,9 +239,9 @@ class _Exchange:
 
 
 def _attend(
-    attend: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor], q: torch.Tensor, cache: tkv.KVCache, held: tuple[Any, Any, Any],
-    alike: dict[str, Any], group: dist.ProcessGroup | None, scatter_heads: bool, sink_logits: torch.Tensor | None, return_lse: bool,
-    out: torch.Tensor | None, buffer: torch.Tensor | None,
+    attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], None], q: torch.Tensor, cache: tkv.KVCache,
+    held: tuple[Any, Any, Any], alike: dict[str, Any], group: dist.ProcessGroup | None, scatter_heads: bool,
+    sink_logits: torch.Tensor | None, return_lse: bool, out: torch.Tensor | None, buffer: torch.Tensor | None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Let `attend` write the rank's partial result, and join it with the others'."""
     rank, _ = _place(group)
@@ -255,7 +256,7 @@ def _attend(
         if out is None:
             out = torch.empty(exchange.shape, dtype=q.dtype, device=q.device)
         check_tensor("out", out, exchange.shape, tuple({q.dtype, torch.float32}), q.device)
-        lse = attend(exchange.part, sink_logits if rank == 0 else None)
+        attend(exchange.out, exchange.lse, sink_logits if rank == 0 else None)
     except TkvError as error:
         if checks_on():
             _tell(group, str(error))
@@ -263,7 +264,7 @@ def _attend(
     if checks_on():
         alike |= {"q": [*q.shape, str(q.dtype)], "v_head_dim": cache.v_head_dim, "scatter_heads": scatter_heads, "sink_logits": sink_logits}
         _compare(group, alike, held)
-    lse = exchange.join(lse, out)
+    lse = exchange.join(out)
     return (out, lse) if return_lse else out
 
 
