@@ -82,10 +82,11 @@ class TkvLayer(CacheLayerMixin):
 
 
 class TkvCache(Cache):
-    """The cache of a batch for :func:`use_tkv`, as ``generate`` and a forward pass return it. Padding is not stored.
+    """The cache of a batch for :func:`use_tkv`, as ``generate`` and a forward pass return it.
 
-    Made by :func:`use_tkv` or its ``new_cache``; give it back as ``past_key_values`` (``cache`` from transformers 5.24 on) to go on. It counts
-    the columns of the padded batch, as transformers does; its pages hold the tokens alone, those of a window, or those that a policy kept.
+    Made by the model, or by ``new_cache`` of :class:`TkvModel`; give it back as ``past_key_values`` (``cache`` from transformers 5.24 on)
+    to go on. It counts the columns of the padded batch, as transformers does; its pages hold the tokens alone, and of these the ones that
+    a window still sees, or that a policy kept.
 
     Attributes:
         length: columns that it has seen.
@@ -320,18 +321,16 @@ class TkvCache(Cache):
     def _group(self, layer_idx: int, own_window: int | None) -> Group:
         """The layers with this one's window."""
         layer, settings = self.layers[layer_idx], self.settings
-        if layer.group is None:
+        if layer.group is None and not self.length:
             if own_window not in self.groups:
-                if self.length:
-                    raise UnsupportedError(f"model: layer {layer_idx} has a window of {own_window} now, and had another one before")
                 window, sinks = window_of(own_window, settings)
-                limit = settings.max_pages
-                self.groups[own_window] = Group(window, sinks, settings.page_size, limit, self.max_tokens)
+                self.groups[own_window] = Group(window, sinks, settings.page_size, settings.max_pages, self.max_tokens)
             layer.group = self.groups[own_window]
             layer.group.layers.append(layer_idx)
-        if layer.group is not self.groups.get(own_window):
-            raise UnsupportedError(f"model: layer {layer_idx} has a window of {own_window} now, and had another one before")
-        return layer.group
+        group: Group | None = layer.group
+        if group is None or group is not self.groups.get(own_window):
+            raise UnsupportedError(f"model: layer {layer_idx} has a window of {own_window} now, and had another one, or none, before")
+        return group
 
     def _pages(self, layer: TkvLayer, layer_idx: int, key: torch.Tensor, value: torch.Tensor) -> tkv.KVCache:
         """The layer's pages, as many as its group has handed out."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -55,7 +56,8 @@ class Step:
     def to(self, device: torch.device) -> Step:
         """The same with its tensors on a device."""
         values = ((field.name, getattr(self, field.name)) for field in fields(self))
-        return replace(self, **{name: value.to(device) for name, value in values if isinstance(value, torch.Tensor)})
+        moved: dict[str, Any] = {name: value.to(device) for name, value in values if isinstance(value, torch.Tensor)}
+        return replace(self, **moved)
 
 
 class Group:
@@ -168,7 +170,7 @@ class Group:
             return
         room = max(needed, self.capacity + self.capacity // 2)
         if self.max_tokens is not None:
-            room = min(room, num_seqs * (-(-self.max_tokens // self.manager.page_size) + 1))
+            room = min(room, num_seqs * -(-self.max_tokens // self.manager.page_size))
         self.capacity = min(max(room, needed), self.pool.num_pages)
 
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from tkv.errors import ShapeError, UnsupportedError
 
+
 def _none() -> np.ndarray:
     return np.zeros(0, np.int64)
 
@@ -74,15 +75,15 @@ class Columns:
             ShapeError: a mask of another shape.
             UnsupportedError: the mask says otherwise about the past than masks before.
         """
-        old, self.length = self.length, self.length + q_len
+        old, length = self.length, self.length + q_len
         if mask is not None:
-            if mask.shape != (self.batch, self.length):
+            if mask.shape != (self.batch, length):
                 raise ShapeError(
-                    f"attention_mask: expected {[self.batch, self.length]}, a column for each cached and each new token, "
-                    f"got {list(mask.shape)}"
+                    f"attention_mask: expected {[self.batch, length]}, a column for each cached and each new token, got {list(mask.shape)}"
                 )
             if not np.array_equal(mask[:, :old], self._past(old)):
                 raise UnsupportedError("attention_mask: tokens that are in the cache cannot be masked, or unmasked, later")
+        self.length = length
         if mask is None or mask[:, old:].all():
             self._first[self._first < 0] = old
             self._count += q_len

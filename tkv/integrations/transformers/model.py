@@ -104,7 +104,8 @@ class TkvModel:
         self.model, self.settings = model, settings
         self._signature = inspect.signature(decoder.forward)
         self._cache_name = "cache" if "cache" in self._signature.parameters else "past_key_values"
-        self._num_layers = 1 + max(module.layer_idx for module in decoder.modules() if isinstance(getattr(module, "layer_idx", None), int))
+        self._cache_at = list(self._signature.parameters).index(self._cache_name)
+        self._num_layers = 1 + max(_layer_numbers(decoder))
         self._before = model.config._attn_implementation
         # In generate: columns of the prompt; those behind are tokens. None: masks are to be read.
         self._prompt_columns: int | None = None
@@ -180,7 +181,7 @@ class TkvModel:
         if "past_key_values" in kwargs and self._cache_name == "cache":
             kwargs["cache"] = kwargs.pop("past_key_values")
         given = self._signature.bind_partial(*args, **kwargs)
-        values = {**given.arguments, **given.arguments.get("kwargs", {})}
+        values = {**kwargs, **given.arguments}
         config = self.model.config.get_text_config()
         if values.get("output_attentions") or (values.get("output_attentions") is None and getattr(config, "output_attentions", False)):
             raise UnsupportedError("output_attentions: kernels do not keep the weights; use another attn_implementation")
@@ -196,13 +197,15 @@ class TkvModel:
         if temporary:
             # Nothing is kept, so nothing is quantised or evicted.
             cache.settings = Settings(window=self.settings.window, sinks=self.settings.sinks)
+        elif self._cache_at < len(args):
+            args = (*args[: self._cache_at], cache, *args[self._cache_at + 1 :])
         else:
-            kwargs[self._cache_name] = cache
+            kwargs = {**kwargs, self._cache_name: cache}
         inputs = values.get("input_ids")
         if inputs is None:
             inputs = values["inputs_embeds"]
-        attention.passes.stack.append(attention.Forward(self, cache, temporary))
         cache.begin(inputs.shape[0], inputs.shape[1], self._read(values.get("attention_mask"), cache.length))
+        attention.passes.stack.append(attention.Forward(self, cache, temporary))
         return args, kwargs
 
     @torch.compiler.disable
@@ -265,7 +268,7 @@ def _check_model(model: Any) -> torch.nn.Module:
     if config.is_encoder_decoder:
         raise UnsupportedError(f"model: {name} has an encoder; cross-attention is not served")
     if text is not config:
-        raise UnsupportedError(f"model: {name} takes more than text, whose tokens may see each other in both directions; use its text model")
+        raise UnsupportedError(f"model: {name} takes more than text, and its tokens may see what is behind them; use its text model")
     if not getattr(model, "_supports_attention_backend", False):
         raise UnsupportedError(f"model: {name} does not have its attention through transformers' AttentionInterface")
     for field, what in (
@@ -289,7 +292,7 @@ def _check_model(model: Any) -> torch.nn.Module:
     parameters = inspect.signature(decoder.forward).parameters
     if "cache" not in parameters and "past_key_values" not in parameters:
         raise UnsupportedError(f"model: {type(decoder).__name__} takes no cache")
-    if not any(isinstance(getattr(module, "layer_idx", None), int) for module in decoder.modules()):
+    if not _layer_numbers(decoder):
         raise UnsupportedError(f"model: layers of {type(decoder).__name__} do not say which layer's cache they have")
     for module in decoder.modules():
         eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
@@ -298,6 +301,12 @@ def _check_model(model: Any) -> torch.nn.Module:
             if unknown:
                 raise UnsupportedError(f"model: attention of {name} takes {', '.join(unknown)}, which is not served")
     return decoder
+
+
+def _layer_numbers(decoder: torch.nn.Module) -> list[int]:
+    """The places in a cache that a model's attention layers name."""
+    numbers = [getattr(module, "layer_idx", None) for module in decoder.modules()]
+    return [number for number in numbers if isinstance(number, int)]
 
 
 def _layer_types(config: Any) -> list[str]:
