@@ -15,6 +15,7 @@ from tkv import reference
 from tkv.errors import DeviceError, ShapeError, UnsupportedError
 from tkv.integrations.vllm import backend as backend_module
 from tkv.integrations.vllm.backend import TkvBackend, TkvImpl, TkvMetadataBuilder, uniform_query_len
+from tkv.tune.configs import MAX_SCRATCH_BYTES
 
 CPU = torch.device("cpu")
 KINDS = {
@@ -148,11 +149,12 @@ def test_heads_and_pages_of_any_number_and_size(heads, kv_heads, dim, page_size)
         {"window": 1},
         {"window": 17},
         {"softcap": 0.5},
+        {"softcap": 0.0},
         {"alibi_slopes": [0.5, 0.25, 0.125, 0.0625]},
         {"sinks": torch.tensor([0.5, -1.0, 3.0, 0.0])},
         {"sinks": torch.nn.Parameter(torch.tensor([0.5, -1.0, 3.0, 0.0], dtype=torch.bfloat16)), "window": 20, "softcap": 2.0},
     ],
-    ids=["window of itself", "window", "soft cap", "alibi", "learned sinks", "sinks, window and cap"],
+    ids=["window of itself", "window", "soft cap", "no soft cap", "alibi", "learned sinks", "sinks, window and cap"],
 )
 def test_options_of_models(options, q_lens):
     Case([60, 41], q_lens, **options).check()
@@ -225,12 +227,16 @@ def test_sequences_and_tokens_that_fill_up_a_graph_change_nothing():
     Case([37, 5], [9, 3], pad_seqs=2, pad_tokens=6).check()
 
 
-def test_an_empty_batch_and_a_run_without_a_cache():
+def test_an_empty_batch():
     assert Case([], []).run().shape == (0, 4, 32)
-    case = Case([4], [1])
-    out = poison_(torch.empty(3, 4, 32))
+
+
+def test_a_run_that_measures_memory_takes_what_calls_may_take(monkeypatch):
+    case, out, taken, empty = Case([4], [1]), poison_(torch.empty(3, 4, 32)), [], torch.empty
+    monkeypatch.setattr(torch, "empty", lambda size, **kwargs: taken.append(size) or empty(0))
     result = case.impl.forward(case.layer, torch.ones(3, 4, 32), None, None, torch.tensor([]), None, out)
     assert result is out and not out.any()
+    assert taken == [MAX_SCRATCH_BYTES]
 
 
 def test_the_cache_is_a_view_and_made_once():

@@ -23,6 +23,17 @@ MODELS = {
         COMMON | {"sliding_window": 24, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 8, "tie_word_embeddings": True},
         0.05,
     ),
+    # The last two of four layers read the caches of the first two.
+    "gemma3n": (
+        "Gemma3n",
+        COMMON
+        | {
+            "num_hidden_layers": 4, "num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "sliding_window": 24, "vocab_size_per_layer_input": 256, "hidden_size_per_layer_input": 32, "laurel_rank": 16,
+            "activation_sparsity_pattern": [0.0] * 4, "tie_word_embeddings": True,
+        },
+        0.05,
+    ),
     "bloom": ("Bloom", {"vocab_size": 256, "hidden_size": 96, "n_layer": 2, "n_head": 3, "initializer_range": 0.3}, 0.05),
 }
 
@@ -31,8 +42,8 @@ def make(name, folder):
     """Write a model with seeded weights; gives its folder as a string."""
     family, config, factor = MODELS[name]
     torch.manual_seed(7)
-    config = getattr(transformers, f"{family}Config")(**config, dtype="float32")
-    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    kind = getattr(transformers, f"{family}ForCausalLM")
+    model = kind(kind.config_class(**config, dtype="float32"))
     model.get_input_embeddings().weight.data *= factor
     model.save_pretrained(folder)
     return str(folder)

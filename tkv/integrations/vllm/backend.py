@@ -12,6 +12,7 @@ import torch
 import tkv
 from tkv.errors import UnsupportedError
 from tkv.integrations.vllm import interface as vllm
+from tkv.tune.configs import MAX_SCRATCH_BYTES
 
 MAX_DECODE_LEN = 64
 
@@ -202,7 +203,8 @@ class TkvImpl(vllm.AttentionImpl[TkvMetadata]):
         if output_scale is not None or output_block_scale is not None:
             raise UnsupportedError("output_scale: tkv writes its output in the query's dtype, and this call asks for a quantised one")
         if attn_metadata is None:
-            # A run that measures memory, before there is a cache.
+            # A run that measures memory, of which the cache will get the rest: what a call may take for partial results is counted too.
+            torch.empty(MAX_SCRATCH_BYTES, dtype=torch.uint8, device=output.device)
             return output.zero_()
         batch, cache = attn_metadata, self.cache_of(layer, kv_cache)
         options: dict[str, Any] = {
