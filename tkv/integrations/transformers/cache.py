@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,25 +12,7 @@ import tkv
 from tkv.errors import ShapeError, UnsupportedError
 from tkv.integrations.transformers.group import Group, Step
 from tkv.integrations.transformers.layout import Columns, Layout
-
-NATIVE = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
-
-Policy = Callable[[torch.Tensor, torch.Tensor], "tuple[torch.Tensor, torch.Tensor]"]
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What :func:`use_tkv` was asked for; see there."""
-
-    format: Any = None
-    page_size: int = 16
-    window: int | None = None
-    sinks: int = 0
-    policy: Policy | None = None
-    budget: int = 0
-    policy_scores: str = "sum"
-    scales: Mapping[int, Any] | None = None
-    max_pages: int | None = None
+from tkv.integrations.transformers.settings import Settings, format_of, scales_of, window_of
 
 
 class TkvLayer(CacheLayerMixin):
@@ -214,12 +194,7 @@ class TkvCache(Cache):
             scores.view(-1, kv.num_kv_heads)[step.token_slots] = 0
         group.done(layer_idx)
         if step.is_decode:
-            q = query[:, :, 0]
-            out, lse = tkv.paged_decode(q, kv, step.page_table, step.seq_lens, return_lse=True, **options)
-            if scores is not None:
-                is_sum = self.settings.policy_scores == "sum"
-                tkv.key_scores(q, kv, step.page_table, step.seq_lens, lse, out=scores, accumulate=is_sum, **options)
-            return out[:, None]
+            return self._decode(query[:, :, 0], kv, step, scores, options)[:, None]
         rows = query.transpose(1, 2).flatten(0, 1)
         q = rows if step.rows is None else rows[step.rows]
         out, lse = tkv.prefix_prefill(
@@ -338,11 +313,7 @@ class TkvCache(Cache):
         assert group is not None
         if old is not None and old.num_pages >= group.capacity:
             return old
-        format = self.settings.format
-        if format is None:
-            if key.dtype not in NATIVE:
-                raise UnsupportedError(f"key: expected float32, float16 or bfloat16, got {key.dtype}")
-            format = NATIVE[key.dtype]
+        format = format_of(self.settings, key.dtype)
         k_scale, v_scale = scales_of(self.settings, layer_idx, key.device)
         kv = tkv.KVCache.empty(
             group.capacity, self.settings.page_size, key.shape[1], key.shape[3], format, device=key.device, v_head_dim=value.shape[3],
@@ -358,6 +329,15 @@ class TkvCache(Cache):
             layer.scores = scores
         layer.kv = kv
         return kv
+
+    def _decode(self, q: torch.Tensor, kv: tkv.KVCache, step: Step, scores: torch.Tensor | None, options: dict[str, Any]) -> torch.Tensor:
+        """Attention of one new token of each sequence, ``[batch, num_q_heads, head_dim]``; what it gave each key is scored."""
+        if scores is None:
+            return tkv.paged_decode(q, kv, step.page_table, step.seq_lens, **options)  # type: ignore[return-value]
+        out, lse = tkv.paged_decode(q, kv, step.page_table, step.seq_lens, return_lse=True, **options)
+        is_sum = self.settings.policy_scores == "sum"
+        tkv.key_scores(q, kv, step.page_table, step.seq_lens, lse, out=scores, accumulate=is_sum, **options)
+        return out
 
     def _score(
         self, q: torch.Tensor, lse: torch.Tensor, kv: tkv.KVCache, step: Step, scores: torch.Tensor, options: dict[str, Any]
@@ -382,46 +362,11 @@ class TkvCache(Cache):
             if max(held) <= budget:
                 continue
             moves = group.manager.evict(group.seqs, [min(count, budget) for count in held])
+            on = {device: moves.tensors(device) for device in {self.layers[i].scores.device for i in group.layers}}
             for layer_idx in group.layers:
                 layer = self.layers[layer_idx]
-                at = moves.tensors(layer.scores.device)
+                at = on[layer.scores.device]
                 keep, _ = policy(tkv.policies.dense_scores(layer.scores, at.page_table, at.seq_lens), at.seq_lens)
                 if keep.dim() != 3 or keep.shape[2] < moves.max_keep_len:
                     raise UnsupportedError(f"policy: expected keep of [num_seqs, num_kv_heads, {budget}], got {list(keep.shape)}")
-                tkv.compact_kv(
-                    layer.kv, at.page_table, keep, at.keep_lens, scores=layer.scores, dst_page_table=at.dst_page_table
-                )  # fmt: skip
-
-
-def window_of(own: int | None, settings: Settings) -> tuple[int | None, int]:
-    """Window and sinks of a layer that has a window of its own, or none.
-
-    Raises:
-        UnsupportedError: the two windows do not make one, or there is a policy too.
-    """
-    window, sinks = settings.window, settings.sinks
-    if own is not None and settings.policy is not None:
-        raise UnsupportedError(f"policy: keys that heads chose have no common positions, by which the model's window of {own} goes")
-    if own is None or window is None:
-        return (window, sinks) if own is None else (own, 0)
-    if window >= own:
-        return own, 0
-    if sinks:
-        raise UnsupportedError(
-            f"window: with sinks, expected at least the model's own window, {own}, outside of which sinks are not seen; got {window}"
-        )
-    return window, 0
-
-
-def scales_of(settings: Settings, layer_idx: int, device: torch.device) -> tuple[Any, Any]:
-    """The static scales of a layer.
-
-    Raises:
-        UnsupportedError: there are scales, and none of this layer.
-    """
-    if settings.scales is None:
-        return None, None
-    if layer_idx not in settings.scales:
-        raise UnsupportedError(f"scales: none for layer {layer_idx}")
-    k_scale, v_scale = settings.scales[layer_idx]
-    return tuple(scale.to(device) if isinstance(scale, torch.Tensor) else scale for scale in (k_scale, v_scale))  # type: ignore[return-value]
+                tkv.compact_kv(layer.kv, at.page_table, keep, at.keep_lens, scores=layer.scores, dst_page_table=at.dst_page_table)

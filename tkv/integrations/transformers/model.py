@@ -16,7 +16,8 @@ import tkv
 from tkv.errors import DTypeError, RangeError, UnsupportedError
 from tkv.formats import parse_pair
 from tkv.integrations.transformers import attention
-from tkv.integrations.transformers.cache import Policy, Settings, TkvCache, window_of
+from tkv.integrations.transformers.cache import TkvCache
+from tkv.integrations.transformers.settings import Policy, Settings, window_of
 from tkv.ops.checks import check_int
 
 # The attribute of a model that says which TkvModel it is in.
@@ -45,10 +46,12 @@ def use_tkv(
     """Let a model keep its keys and values in tkv's pages, and attend with tkv's kernels: ``model.generate`` and forward passes.
 
     With an unquantised format and neither window nor policy the model computes what it computed before, to rounding. Keys are cached as
-    the model made them, rotated at their true positions; new tokens are stored first, and attended to as they are stored. Padding is
-    not stored, its outputs are those that it has with the model's own attention where it sees a token, and attention gives it 0
-    elsewhere. Padding is read from the device once a prompt, not in the steps of ``generate``; forward passes by hand read the mask if
-    they are given one.
+    the model made them, rotated at their true positions; new tokens are stored first, and attended to as they are stored. Padding is not
+    stored; where it sees a token its outputs are those that it has with the model's own attention, elsewhere attention gives it 0. With
+    ``use_cache=False`` nothing is kept, and so neither quantised nor evicted.
+
+    The host works once a forward pass, not once a layer. Padding is read from the device once a prompt, not in the steps of ``generate``;
+    beam search reads its order in each. Forward passes by hand read the mask if they are given one.
 
     Args:
         model: a decoder-only model whose attention goes through transformers' ``AttentionInterface``: full or sliding layers, learned
@@ -104,7 +107,6 @@ class TkvModel:
         self.model, self.settings = model, settings
         self._signature = inspect.signature(decoder.forward)
         self._cache_name = "cache" if "cache" in self._signature.parameters else "past_key_values"
-        self._cache_at = list(self._signature.parameters).index(self._cache_name)
         self._num_layers = 1 + max(_layer_numbers(decoder))
         self._before = model.config._attn_implementation
         # In generate: columns of the prompt; those behind are tokens. None: masks are to be read.
@@ -197,14 +199,19 @@ class TkvModel:
         if temporary:
             # Nothing is kept, so nothing is quantised or evicted.
             cache.settings = Settings(window=self.settings.window, sinks=self.settings.sinks)
-        elif self._cache_at < len(args):
-            args = (*args[: self._cache_at], cache, *args[self._cache_at + 1 :])
         else:
-            kwargs = {**kwargs, self._cache_name: cache}
+            args, kwargs = self._put(self._cache_name, cache, args, kwargs)
         inputs = values.get("input_ids")
         if inputs is None:
             inputs = values["inputs_embeds"]
-        cache.begin(inputs.shape[0], inputs.shape[1], self._read(values.get("attention_mask"), cache.length))
+        mask = values.get("attention_mask")
+        if temporary and mask is None:
+            positions = values.get("position_ids")
+            if positions is not None and bool((positions.diff(dim=-1) != 1).any()):
+                raise UnsupportedError("position_ids: without a cache, positions that do not go up by one are packed sequences, not served")
+            # Some versions suspect packed sequences wherever there is neither cache nor mask.
+            args, kwargs = self._put("attention_mask", torch.ones(inputs.shape[:2], device=inputs.device), args, kwargs)
+        cache.begin(inputs.shape[0], inputs.shape[1], self._read(mask, cache.length))
         attention.passes.stack.append(attention.Forward(self, cache, temporary))
         return args, kwargs
 
@@ -214,6 +221,13 @@ class TkvModel:
         stack = attention.passes.stack
         if stack and stack[-1].owner is self:
             stack.pop().cache.end(finished=output is not None)
+
+    def _put(self, name: str, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The decoder's arguments with one of them replaced."""
+        at = list(self._signature.parameters).index(name)
+        if at < len(args):
+            return (*args[:at], value, *args[at + 1 :]), kwargs
+        return args, {**kwargs, name: value}
 
     def _read(self, mask: Any, length: int) -> Any:
         """A mask of columns on the host, where it can say anything new."""
