@@ -31,7 +31,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     args = parser.parse_args()
     rng = np.random.default_rng(0)
-    pool = PagePool(args.seqs * ((args.tokens + 2 * args.steps) // args.page_size + 3))
+    pool = PagePool(args.seqs * ((args.tokens + 3 * args.steps) // args.page_size + 3))
     manager = CacheManager(pool, args.page_size)
     prompts = rng.integers(0, 50_000, (args.seqs, args.tokens))
     # Sequences reach the ends of their pages in different steps, as in a server.
@@ -57,6 +57,20 @@ def main() -> None:
 
     report(f"step of {args.seqs} sequences, one token each", timed(decode, args.steps), args.seqs)
     report("the same, and tensors", timed(lambda: manager.step(seqs, [1] * args.seqs).tensors(), min(args.steps, 32)), args.seqs)
+
+    def one_by_one() -> None:
+        for seq in seqs:
+            manager.truncate(seq, manager.length(seq) - 2)
+
+    def at_once() -> None:
+        manager.truncate(seqs, manager.lengths(seqs) - 2)
+
+    for way, cut in (("one by one", one_by_one), ("at once", at_once)):
+        cuts: list[float] = []
+        for _ in range(args.steps // 4):
+            manager.step(seqs, rng.integers(0, 50_000, 4 * args.seqs), counts=[4] * args.seqs)
+            cuts += timed(cut, 1)
+        report(f"truncate by 2 of 4 drafts, {args.seqs} sequences {way}", cuts, args.seqs)
 
     question = np.concatenate([prompts[0, : args.tokens // 2], [1, 2, 3]])
     found = manager.match(question)

@@ -135,6 +135,9 @@ def test_what_a_next_token_needs_cannot_be_brought_back():
     batch = manager.step({seq: [3, 4, 5]})
     assert batch.kv_start.tolist() == [0] and batch.positions.tolist() == [3, 4, 5] and batch.seq_lens.tolist() == [6]
     assert manager.match([0, 1, 2, 3, 4, 5, 6]) == 6
+    # Of its former life no position is out of reach any more.
+    manager.truncate(seq, 5)
+    assert manager.tokens(seq).tolist() == [0, 1, 2, 3, 4]
 
 
 # Prompts

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, fields
+from typing import TypeGuard
 
 import numpy as np
 import torch
@@ -222,7 +223,7 @@ def as_tensors(arrays: object, kind: type, device: torch.device | str | None) ->
     return found if device is None else {name: tensor.to(device) for name, tensor in found.items()}
 
 
-def as_ids(name: str, values: Ints, *, low: int | None = 0) -> np.ndarray:
+def as_ids(name: str, values: Ints | int, *, low: int | None = 0) -> np.ndarray:
     """A 1-D int64 array of integers of at least `low`.
 
     Raises:
@@ -230,7 +231,7 @@ def as_ids(name: str, values: Ints, *, low: int | None = 0) -> np.ndarray:
     """
     if isinstance(values, torch.Tensor) and values.device.type != "cpu":
         raise DTypeError(f"{name}: expected integers on the host, got a tensor on {values.device}; call .cpu()")
-    if isinstance(values, str | bytes) or not (hasattr(values, "__len__") or hasattr(values, "__array__")):
+    if isinstance(values, str | bytes | Mapping | Set) or not (hasattr(values, "__len__") or hasattr(values, "__array__")):
         raise DTypeError(f"{name}: expected a list of integers, got {values!r}")
     try:
         array = np.asarray(values)
@@ -245,6 +246,11 @@ def as_ids(name: str, values: Ints, *, low: int | None = 0) -> np.ndarray:
     if low is not None and array.min() < low:
         raise RangeError(f"{name}: expected {low} or more, got {array.min()} at [{int(array.argmin())}]")
     return np.ascontiguousarray(array, np.int64)
+
+
+def is_one(seq: int | Ints) -> TypeGuard[int]:
+    """Whether this is meant as one sequence, not several."""
+    return isinstance(seq, str | bytes) or not hasattr(seq, "__len__")
 
 
 def as_work(seqs: Mapping[int, Ints] | Ints, tokens: Ints | None, counts: Ints | None) -> tuple[np.ndarray, np.ndarray | None, np.ndarray]:

@@ -35,6 +35,10 @@ class Ledger(Sequences):
         """A row's tokens, dropped ones included."""
         return int(self.lens[row] + self.gone[row])
 
+    def lengths(self, rows: np.ndarray) -> np.ndarray:
+        """Tokens of each row, dropped ones included."""
+        return self.lens[rows] + self.gone[rows]
+
     def held(self, row: int) -> int:
         """A row's tokens that are in its pages."""
         return int(self.lens[row])
@@ -224,47 +228,61 @@ class Ledger(Sequences):
             raise RangeError(f"tokens: a sequence that shares pages with {seq} has given other ids for the same tokens")
         return pages, offsets, ids
 
-    def truncate(self, seq: int, length: int) -> None:
-        """Drop the last tokens, and what nobody else has of them."""
-        row, index = self.row(seq), self.index
-        if length == self.length(row):
-            return
-        self.check_cut(seq, length)
+    def truncate(self, names: np.ndarray, rows: np.ndarray, lens: np.ndarray) -> None:
+        """Drop the last tokens of each row, and what nobody else has of them, as one by one; or nothing of any."""
+        cut = lens < self.lengths(rows)
+        names, rows, lens = names[cut], rows[cut], lens[cut]
+        self.check_cuts(names, rows, lens)
         # Of the pinned tokens none is dropped, whatever was dropped behind them.
-        gone = int(self.gone[row]) if length > self.pinned else 0
-        held = length - gone
-        whole, part = divmod(held, self.size)
-        pages = self.pages(row)[whole:]
-        for page in pages[(index.claims[pages] > 0) & (index.holders(pages) == 1)][::-1].tolist():
-            if not index.has_children(page):
-                index.forget(page)
-        ended = pages[min(part, 1) :]
-        self.table[row, whole + min(part, 1) : whole + pages.size] = -1
-        self.lens[row], self.gone[row], self.first[row] = held, gone, self.first[row] if gone else 0
-        self.known[row] = min(length, self.known[row])
-        chain = self.chains[row]
-        if chain is not None:
-            del chain[whole + 1 + (gone > 0) :]
-            self.reopen(row)
-        index.release(ended[::-1])
+        gone = np.where(lens > self.pinned, self.gone[rows], 0)
+        held = lens - gone
+        whole, ended = held // self.size, pages_of(held, self.size) < pages_of(self.lens[rows], self.size)
+        if ended.any() or self.index.claims[self.table[rows, whole]].any():
+            self.cut_pages(rows, held)
+        self.lens[rows], self.gone[rows], self.first[rows] = held, gone, np.where(gone, self.first[rows], 0)
+        self.known[rows] = np.minimum(lens, self.known[rows])
+        for row, count in zip(rows.tolist(), (whole + 1 + (gone > 0)).tolist()):
+            chain = self.chains[row]
+            if chain is not None and len(chain) > count:
+                del chain[count:]
+                self.reopen(row)
 
-    def check_cut(self, seq: int, length: int) -> None:
-        """Whether a sequence can be cut to that length.
+    def cut_pages(self, rows: np.ndarray, held: np.ndarray) -> None:
+        """Let go of what the pages of each row hold behind so many tokens, which are fewer than it has."""
+        index, size = self.index, self.size
+        # From the one that the cut is in, the last of a row first, as they are to be evicted.
+        whole, last = held // size, pages_of(self.lens[rows], size)
+        users, places = np.repeat(rows, last - whole), np.repeat(whole + last - 1, last - whole) - ranges(whole, last - whole)
+        pages, ends = self.table[users, places], places * size >= np.repeat(held, last - whole)
+        left = dict(zip(pages.tolist(), index.holders(pages).tolist()))
+        for at in np.flatnonzero(index.claims[pages]).tolist():
+            page = int(pages[at])
+            if left[page] == 1 and not index.has_children(page):
+                index.forget(page)
+            left[page] -= bool(ends[at])
+        self.table[users[ends], places[ends]] = -1
+        index.release(pages[ends])
+
+    def check_cuts(self, names: np.ndarray, rows: np.ndarray, lens: np.ndarray) -> None:
+        """Whether sequences can be cut to these lengths.
 
         Raises:
-            RangeError: keys of its last tokens would not be there.
+            RangeError: keys of a sequence's last tokens would not be there.
         """
-        first = int(self.first[self.row(seq)])
-        if self.window is None and length < first:
+        first, window = self.first[rows], self.window
+        wrong = lens < first if window is None else (first > 0) & (self.pinned < lens) & (lens < first + window - 1)
+        if not wrong.any():
+            return
+        at = int(np.argmax(wrong))
+        if window is None:
             raise RangeError(
-                f"length: expected {first} or more, got {length}: sequence {seq} was evicted from when it had {first} tokens, and a cut "
-                f"cannot tell which of those are left"
+                f"length: expected {first[at]} or more, got {lens[at]}: sequence {names[at]} was evicted from when it had {first[at]} "
+                f"tokens, and a cut cannot tell which of those are left"
             )
-        if self.window is not None and first and self.pinned < length < first + self.window - 1:
-            raise RangeError(
-                f"length: expected {first + self.window - 1} or more, or at most the {self.pinned} pinned tokens, got {length}: of "
-                f"sequence {seq} tokens before position {first} left the window of {self.window} and were dropped; a next one needs them"
-            )
+        raise RangeError(
+            f"length: expected {first[at] + window - 1} or more, or at most the {self.pinned} pinned tokens, got {lens[at]}: of sequence "
+            f"{names[at]} tokens before position {first[at]} left the window of {window} and were dropped; a next one needs them"
+        )
 
     def free(self, seq: int) -> None:
         """End a sequence and keep what it leaves, its last page too."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import numpy as np
+
 from tkv.errors import DTypeError, RangeError, ShapeError, UnsupportedError
 from tkv.ops.checks import check_flag, check_int
-from tkv.pages.batch import Batch, Ints, as_ids, as_work
+from tkv.pages.batch import Batch, Ints, as_ids, as_work, is_one
 from tkv.pages.eviction import Eviction, evict
 from tkv.pages.ledger import Ledger
 from tkv.pages.pool import PagePool
@@ -246,32 +248,40 @@ class CacheManager(ManagerView):
         """
         return self._ledger.fork(seq)
 
-    def truncate(self, seq: int, length: int) -> None:
-        """Drop the last tokens of a sequence, such as drafts that were rejected.
+    def truncate(self, seq: int | Ints, length: int | Ints) -> None:
+        """Drop the last tokens of a sequence, such as drafts that were rejected, or of several, all of them or none.
 
         What only this sequence has is forgotten: no prompt finds it any more. Pages that others use, or that cached pages build on, stay.
+        Several at once are cut as one after the other would be, in much less time.
 
         Args:
-            seq: the sequence.
-            length: how many tokens stay, from 0 to its length.
+            seq: the sequence, or ``[num_seqs]`` different ones.
+            length: how many tokens stay, from 0 to its length; of several, ``[num_seqs]``.
 
         Raises:
-            RangeError, DTypeError: no such sequence or length; a length within a converted page, which cannot be written on; one at which
-                the next token would see tokens that left the window and were dropped (drafts of the last step never need that); or one
-                below the length at the last :meth:`evict`.
+            RangeError, DTypeError, ShapeError: no such sequence or length; a length within a converted page, which cannot be written on;
+                one at which the next token would see tokens that left the window and were dropped (drafts of the last step never need
+                that); or one below the length at the last :meth:`evict`.
 
         Example:
             >>> manager = CacheManager(PagePool(8), page_size=4)
             >>> seq = manager.add([1, 2, 3])
             >>> batch = manager.step({seq: [1, 2, 3, 8, 9]})
             >>> manager.truncate(seq, 3)
-            >>> manager.step({seq: [4]}).slot_mapping.tolist()
-            [3]
+            >>> batch = manager.step({seq: [4], manager.add([7]): [7, 8]})
+            >>> manager.truncate(batch.seqs, batch.prefix_lens + 1)
+            >>> manager.lengths(batch.seqs).tolist()
+            [4, 1]
         """
-        old = self.length(seq)
-        if check_int("length", length, 0) > old:
-            raise RangeError(f"length: expected 0 to {old}, the length of sequence {seq}, got {length}")
-        self._ledger.truncate(seq, length)
+        names, rows = self._rows(seq)
+        lens = np.array([check_int("length", length, 0)]) if is_one(seq) else as_ids("length", length)
+        if names.size != lens.size:
+            raise ShapeError(f"length: expected {names.size}, one for each sequence, got {lens.size}")
+        old = self._ledger.lengths(rows)
+        if (lens > old).any():
+            at = int(np.argmax(lens > old))
+            raise RangeError(f"length: expected 0 to {old[at]}, the length of sequence {names[at]}, got {lens[at]}")
+        self._ledger.truncate(names, rows, lens)
 
     def evict(self, seqs: Ints, lengths: Ints) -> Eviction:
         """Make sequences hold fewer tokens, all of them or none; each head chooses which, as ``tkv.compact_kv`` is told.
@@ -314,14 +324,14 @@ class CacheManager(ManagerView):
             raise ShapeError(f"lengths: expected {names.size}, one for each sequence, got {lens.size}")
         return evict(self._ledger, names, lens)
 
-    def free(self, seq: int) -> None:
-        """End a sequence. Its pages stay cached, the last one too, until others need them.
+    def free(self, seq: int | Ints) -> None:
+        """End a sequence, or several, all of them or none. Their pages stay cached, the last one too, until others need them.
 
         Args:
-            seq: the sequence.
+            seq: the sequence, or ``[num_seqs]`` different ones.
 
         Raises:
-            RangeError, DTypeError: there is no such sequence.
+            RangeError, DTypeError, ShapeError: there is no such sequence, or one comes twice.
 
         Example:
             >>> manager = CacheManager(PagePool(8), page_size=4)
@@ -331,7 +341,15 @@ class CacheManager(ManagerView):
             >>> manager.length(manager.add([1, 2, 3, 4]))
             3
         """
-        self._ledger.free(seq)
+        for name in self._rows(seq)[0].tolist():
+            self._ledger.free(name)
+
+    def _rows(self, seq: int | Ints) -> tuple[np.ndarray, np.ndarray]:
+        """The living sequences that one number stands for, or several, and their rows."""
+        if is_one(seq):
+            return np.array([seq]), np.array([self._ledger.row(seq)])
+        names = as_ids("seq", seq, low=None)
+        return names, self._ledger.rows_of(names)
 
     def clear(self) -> None:
         """Forget all that is cached, as when the model's weights have changed. Living sequences go on, but no prompt finds them.

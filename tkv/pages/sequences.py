@@ -64,10 +64,13 @@ class Sequences:
         Raises:
             RangeError: one is no living sequence, or comes twice.
         """
-        rows = np.array([self.row(seq) for seq in names.tolist()], np.int64)
-        if len(set(rows.tolist())) < rows.size:
-            raise RangeError(f"seqs: expected each sequence once, got {names.tolist()}")
-        return rows
+        seqs = names.tolist()
+        rows = [self._rows.get(seq, -1) for seq in seqs]
+        if -1 in rows:
+            self.row(seqs[rows.index(-1)])
+        if len(set(rows)) < len(rows):
+            raise RangeError(f"seqs: expected each sequence once, got {seqs}")
+        return np.array(rows, np.int64)
 
     def reserve(self, rows: int, width: int) -> None:
         """Room for so many more sequences, and tables of that width."""

@@ -42,9 +42,17 @@ class TailLedger:
         """A sequence's row in both parts."""
         return self.old.row(seq)
 
+    def rows_of(self, names: np.ndarray) -> np.ndarray:
+        """The rows of different sequences in both parts."""
+        return self.old.rows_of(names)
+
     def length(self, row: int) -> int:
         """A row's tokens."""
         return self.old.length(row) + self.tail.length(row)
+
+    def lengths(self, rows: np.ndarray) -> np.ndarray:
+        """Tokens of each row."""
+        return self.old.lengths(rows) + self.tail.lengths(rows)
 
     def held(self, row: int) -> int:
         """A row's tokens: all of them are in its pages."""
@@ -82,7 +90,7 @@ class TailLedger:
     def step(self, names: np.ndarray, ids: np.ndarray | None, new: np.ndarray) -> TailBatch:
         """Extend each sequence by so many tokens and convert what is old enough, or nothing of it."""
         old, tail, size = self.old, self.tail, self.size
-        rows = old.rows_of(names)
+        rows = self.rows_of(names)
         cut, rest = old.lens[rows], tail.lens[rows]
         before, known = cut + rest, old.known[rows] + tail.known[rows]
         check_growth(names, before, known, ids, new)
@@ -176,17 +184,18 @@ class TailLedger:
         self.old.identify(seq, ids[:here])
         self.tail.identify(seq, ids[here:])
 
-    def truncate(self, seq: int, length: int) -> None:
-        """Drop the last tokens, and what nobody else has of them: any of the tail, whole pages of what is older."""
-        row = self.row(seq)
-        cut = self.old.length(row)
-        if length < cut and length % self.size:
+    def truncate(self, names: np.ndarray, rows: np.ndarray, lens: np.ndarray) -> None:
+        """Drop the last tokens of each row, and what nobody else has of them: any of the tail, whole pages of what is older."""
+        cut = self.old.lens[rows]
+        wrong = (lens < cut) & (lens % self.size > 0)
+        if wrong.any():
+            at = int(np.argmax(wrong))
             raise RangeError(
-                f"length: expected {cut} or more, or a multiple of the page size {self.size}, got {length}: the first {cut} tokens of "
-                f"sequence {seq} are in converted pages, which cannot be written on"
+                f"length: expected {cut[at]} or more, or a multiple of the page size {self.size}, got {lens[at]}: the first {cut[at]} "
+                f"tokens of sequence {names[at]} are in converted pages, which cannot be written on"
             )
-        self.tail.truncate(seq, max(length - cut, 0))
-        self.old.truncate(seq, min(length, cut))
+        self.tail.truncate(names, rows, np.maximum(lens - cut, 0))
+        self.old.truncate(names, rows, np.minimum(lens, cut))
 
     def free(self, seq: int) -> None:
         """End a sequence and keep its old pages."""

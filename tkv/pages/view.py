@@ -45,6 +45,21 @@ class ManagerView:
         """
         return self._ledger.length(self._ledger.row(seq))
 
+    def lengths(self, seqs: Ints) -> np.ndarray:
+        """:meth:`length` of several sequences: ``[num_seqs]`` int64.
+
+        Raises:
+            RangeError, DTypeError, ShapeError: no such sequence, or one that comes twice.
+
+        Example:
+            >>> from tkv.pages import CacheManager, PagePool
+            >>> manager = CacheManager(PagePool(8), page_size=4)
+            >>> batch = manager.step({manager.add([1, 2]): [1, 2], manager.add([3]): [3]})
+            >>> manager.lengths([1, 0]).tolist()
+            [1, 2]
+        """
+        return self._ledger.lengths(self._ledger.rows_of(as_ids("seqs", seqs, low=None)))
+
     def held(self, seq: int) -> int:
         """Tokens of a sequence whose keys and values are in its pages: less than :meth:`length` once some left its window or were evicted.
 
