@@ -267,6 +267,8 @@ def test_another_group_of_layers_has_the_batch_in_its_own_pages():
         # Tokens that fill up make the numbers fit by chance.
         ([0, 1, 3, 5], 6, 2, 0),
         ([0, 1, 2], 4, 2, 0),
+        ([0, 1, 2], 4, 1, 0),
+        ([0, 3, 5, 5], 9, 3, 0),
         ([0, 65], 65, 65, 0),
         ([0, 64], 64, 64, 64),
         ([0], 0, 0, 0),

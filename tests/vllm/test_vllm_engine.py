@@ -154,8 +154,8 @@ def test_two_processes_with_half_of_the_heads_each(folder, tmp_path):
     script.write_text(SCRIPT)
     env = {**os.environ, "TKV_VLLM": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_LOGGING_LEVEL": "INFO"}
     done = subprocess.run(
-        [sys.executable, script, folder("llama"), json.dumps([PROMPTS, 3])], env=env, capture_output=True, text=True, timeout=240
+        [sys.executable, script, folder("llama"), json.dumps([PROMPTS[:2], 3])], env=env, capture_output=True, text=True, timeout=240
     )
     assert done.returncode == 0, done.stderr[-3000:] + done.stdout[-3000:]
     result = next(line for line in done.stdout.splitlines() if line.startswith("RESULT "))
-    assert json.loads(result.removeprefix("RESULT ")) == tiny.expected(folder("llama"), PROMPTS, 3)
+    assert json.loads(result.removeprefix("RESULT ")) == tiny.expected(folder("llama"), PROMPTS[:2], 3)
