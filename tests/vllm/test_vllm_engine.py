@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import tiny
@@ -131,31 +132,16 @@ def test_guessed_tokens_are_verified_several_at_once(engine, folder, calls):
     assert any(function == "paged_decode" and q_lens[0] > 1 for function, q_lens in calls), calls
 
 
-SCRIPT = """
-import json, os, sys
-from vllm import LLM, SamplingParams
-from vllm.v1.attention.backends.registry import AttentionBackendEnum
-
-def main():
-    llm = LLM(sys.argv[1], enforce_eager=True, skip_tokenizer_init=True, dtype="float32", max_model_len=128, max_num_seqs=8, block_size=16,
-              tensor_parallel_size=2, disable_log_stats=True)
-    prompts, tokens = json.loads(sys.argv[2])
-    greedy = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
-    results = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], greedy, use_tqdm=False)
-    print("RESULT", json.dumps([list(result.outputs[0].token_ids) for result in results]), flush=True)
-
-if __name__ == "__main__":
-    main()
-"""
-
-
-def test_two_processes_with_half_of_the_heads_each(folder, tmp_path):
-    script = tmp_path / "two.py"
-    script.write_text(SCRIPT)
-    env = {**os.environ, "TKV_VLLM": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_LOGGING_LEVEL": "INFO"}
-    done = subprocess.run(
-        [sys.executable, script, folder("llama"), json.dumps([PROMPTS[:2], 3])], env=env, capture_output=True, text=True, timeout=240
-    )
+def test_two_processes_with_half_of_the_heads_each(folder):
+    script = Path(__file__).with_name("two_processes.py")
+    env = {
+        **os.environ, "TKV_VLLM": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
+        "PYTHONPATH": os.pathsep.join([str(script.parent), os.environ.get("PYTHONPATH", "")]),
+    }  # fmt: skip
+    command = [sys.executable, str(script), folder("llama"), json.dumps([PROMPTS[::3], 3])]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:] + done.stdout[-3000:]
     result = next(line for line in done.stdout.splitlines() if line.startswith("RESULT "))
-    assert json.loads(result.removeprefix("RESULT ")) == tiny.expected(folder("llama"), PROMPTS[:2], 3)
+    got, impls = json.loads(result.removeprefix("RESULT "))
+    assert got == tiny.expected(folder("llama"), PROMPTS[::3], 3)
+    assert impls == [["TkvImpl", "TkvImpl"]] * 2
