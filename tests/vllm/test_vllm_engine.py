@@ -139,7 +139,7 @@ def test_two_processes_with_half_of_the_heads_each(folder):
         "PYTHONPATH": os.pathsep.join([str(script.parent), os.environ.get("PYTHONPATH", "")]),
     }  # fmt: skip
     command = [sys.executable, str(script), folder("llama"), json.dumps([PROMPTS[::3], 3])]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:] + done.stdout[-3000:]
     result = next(line for line in done.stdout.splitlines() if line.startswith("RESULT "))
     got, impls = json.loads(result.removeprefix("RESULT "))
