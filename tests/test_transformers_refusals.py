@@ -1,6 +1,8 @@
 """What is not served exactly is refused, with the reason."""
 
+import importlib
 import re
+import sys
 from functools import partial
 
 import pytest
@@ -209,3 +211,11 @@ def test_a_policy_that_keeps_too_few_is_refused(models):  # noqa: F811
 def test_scales_of_all_layers_are_needed(models):  # noqa: F811
     with use_tkv(models("llama"), format="fp8_e4m3/tensor", scales={0: (1.0, 1.0)}), refused("scales: none for layer 1"):
         forward(models("llama"), prompts(1, 3))
+
+
+def test_older_versions_of_transformers_are_refused(monkeypatch):
+    # Which is not always the module that was imported first: transformers replaces itself.
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", "4.56.2")
+    monkeypatch.delitem(sys.modules, "tkv.integrations.transformers")
+    with refused("transformers: expected version 4.57 or newer, got 4.56.2"):
+        importlib.import_module("tkv.integrations.transformers")

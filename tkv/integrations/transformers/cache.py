@@ -77,11 +77,10 @@ class TkvCache(Cache):
         >>> from tkv.integrations.transformers import use_tkv
         >>> sizes = dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, vocab_size=32)
         >>> model = LlamaForCausalLM(LlamaConfig(**sizes)).eval()
-        >>> cache = use_tkv(model, page_size=4).new_cache()
-        >>> with torch.no_grad():
-        ...     _ = model(torch.tensor([[1, 2, 3, 4, 5]]), past_key_values=cache)
-        >>> cache.length, cache.num_pages, cache.nbytes
-        (5, 2, 3072)
+        >>> with use_tkv(model, page_size=4):
+        ...     logits, cache = model(torch.tensor([[1, 2, 3, 4, 5]]), return_dict=False)
+        >>> cache.length, cache.num_pages, cache.nbytes            # two pages of four tokens, two heads of 16 float32, K and V
+        (5, 2, 2048)
     """
 
     def __init__(self, settings: Settings, num_layers: int, max_tokens: int | None = None) -> None:
