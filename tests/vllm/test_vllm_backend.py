@@ -7,7 +7,7 @@ import pytest
 import torch
 from bounds import assert_close_to_reference
 from caches import bits, poison_
-from vllm.v1.attention.backend import AttentionType, CommonAttentionMetadata
+from vllm.v1.attention.backend import AttentionCGSupport, AttentionType, CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, FullAttentionSpec, RSWASpec, SlidingWindowSpec, get_kv_quant_mode
 
 import tkv
@@ -227,6 +227,14 @@ def test_sequences_and_tokens_that_fill_up_a_graph_change_nothing():
     Case([37, 5], [9, 3], pad_seqs=2, pad_tokens=6).check()
 
 
+@pytest.mark.parametrize("longest", [1, 500])
+def test_the_longest_length_is_a_hint_as_replayed_graphs_need_it(longest):
+    for q_lens in ([1, 1], [3, 9]):
+        case = Case([150, 20], q_lens)
+        case.batch.max_seq_len = longest
+        case.check()
+
+
 def test_an_empty_batch():
     assert Case([], []).run().shape == (0, 4, 32)
 
@@ -369,6 +377,15 @@ def test_caches_that_are_no_plain_pages_are_refused():
         TkvMetadataBuilder(RSWASpec(**shape, rswa_window=8), ["layer.0"], None, CPU)
     with pytest.raises(UnsupportedError, match=r"head_size_v: expected 32, .* got 16 for layer.0"):
         builder(head_size_v=16)
+    with pytest.raises(UnsupportedError, match=r"non_causal: .* tokens of layer.0 see later ones"):
+        builder(non_causal=True)
+
+
+@pytest.mark.parametrize("guesses, expected", [(None, "UNIFORM_BATCH"), (63, "UNIFORM_BATCH"), (64, "UNIFORM_SINGLE_TOKEN_DECODE")])
+def test_cuda_graphs_are_for_batches_that_are_decoded(guesses, expected):
+    speculative = None if guesses is None else SimpleNamespace(num_speculative_tokens=guesses, parallel_drafting=False)
+    support = TkvMetadataBuilder.get_cudagraph_support(SimpleNamespace(speculative_config=speculative), None)
+    assert support is AttentionCGSupport[expected]
 
 
 @pytest.mark.parametrize("causal", [False, torch.tensor([True, False])])

@@ -37,9 +37,14 @@ class TkvMetadata:
 class TkvMetadataBuilder(vllm.AttentionMetadataBuilder[TkvMetadata]):
     """Makes a batch's `TkvMetadata` from vLLM's, without waiting for the device."""
 
-    # Other batches take another kernel, and the captured one would not do for them.
-    _cudagraph_support: ClassVar[vllm.AttentionCGSupport] = vllm.AttentionCGSupport.UNIFORM_BATCH
     supports_update_block_table = True
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: vllm.VllmConfig, kv_cache_spec: Any) -> vllm.AttentionCGSupport:
+        """Batches that `tkv.paged_decode` takes: others have another kernel, and lengths that are computed anew for each batch."""
+        support = vllm.AttentionCGSupport
+        fits = vllm.max_decode_query_len(vllm_config) <= MAX_DECODE_LEN
+        return support.UNIFORM_BATCH if fits else support.UNIFORM_SINGLE_TOKEN_DECODE
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: vllm.VllmConfig, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
@@ -53,6 +58,8 @@ class TkvMetadataBuilder(vllm.AttentionMetadataBuilder[TkvMetadata]):
         if kv_cache_spec.head_size_v != kv_cache_spec.head_size:
             dims = kv_cache_spec.head_size, kv_cache_spec.head_size_v
             raise UnsupportedError(f"head_size_v: expected {dims[0]}, as the keys have it, got {dims[1]} for {layer_names[0]}")
+        if getattr(kv_cache_spec, "non_causal", False):
+            raise UnsupportedError(f"non_causal: tkv's attention is causal, and tokens of {layer_names[0]} see later ones")
         check_device(device)
 
     def build(
@@ -84,10 +91,10 @@ class TkvMetadataBuilder(vllm.AttentionMetadataBuilder[TkvMetadata]):
 
 
 def check_device(device: torch.device) -> None:
-    """Nothing is written, but what keeps kernels from running on the device is said before the first request.
+    """Write nothing: if kernels cannot be launched on the device, that is said before the first request.
 
     Raises:
-        DeviceError, UnsupportedError: with what to set, or what the device lacks.
+        DeviceError: with what to set.
     """
     cache, none = tkv.KVCache.empty(1, 16, 1, 16, device=device), torch.empty(0, 1, 16, device=device)
     tkv.write_kv(none, none, cache, torch.empty(0, dtype=torch.int64, device=device))

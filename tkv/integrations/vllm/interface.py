@@ -21,6 +21,7 @@ try:
         AttentionType,
         CommonAttentionMetadata,
         MultipleOf,
+        max_decode_query_len,
     )
     from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, FullAttentionSpec, SlidingWindowSpec
 except ImportError as error:
@@ -100,6 +101,7 @@ __all__ = [
     "SlidingWindowSpec",
     "VllmConfig",
     "get_current_vllm_config_or_none",
+    "max_decode_query_len",
     "split_kv",
     "with_inline_scales",
 ]
