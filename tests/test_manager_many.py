@@ -1,5 +1,6 @@
 """CacheManager: calls for many sequences at once leave what the same calls one by one leave."""
 
+import itertools
 import random
 
 import numpy as np
@@ -7,62 +8,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from lives import KINDS, everything, lived
 from problems import effort
 from served import manage, serve
-from tails import manage as manage_tails
 
-from tkv.errors import DTypeError, OutOfPages, RangeError, ShapeError, TkvError
-
-KINDS = {
-    "plain": lambda size: manage(40, size),
-    "no prefixes": lambda size: manage(40, size, prefix_cache=False),
-    "window": lambda size: manage(40, size, window=5, sinks=1),
-    "window without sinks": lambda size: manage(40, size, window=2 * size),
-    "tail": lambda size: manage_tails(40, 40, size, 3),
-}
-
-
-def everything(manager):
-    """All that a manager knows, but for the order in which free pages are handed out."""
-    parts = [manager._ledger.old, manager._ledger.tail] if manager.tail_pool else [manager._ledger]
-    found = [manager.stats()]
-    for part in parts:
-        index = part.index
-        rows = [(part.lens[row], part.gone[row], part.first[row], part.known[row]) for row in part.rows]
-        ids = [part.ids_of(row).tolist() for row in part.rows.tolist()]
-        chains = [part.chains[row] for row in part.rows]
-        opened = {name: sorted(at) for name, at in part._open.items()}
-        free = sorted(index.pool._free[: index.pool.num_free].tolist())
-        found += [part.names, part.table.tolist(), rows, ids, chains, opened, index.pool.refs.tolist(), free, index.claims.tolist()]
-        found += [list(index._idle), index._page_of, index._parent, index._hash, index._children]
-    return found
-
-
-def lived(kind, size, seed):
-    """A manager after a life of prompts that begin alike, forks, drafts and frees, by chance: equal ones of equal seeds."""
-    dice, manager = random.Random(seed), KINDS[kind](size)
-    text = [dice.randrange(3) for _ in range(30)]
-    for _ in range(dice.randrange(4, 30)):
-        living = manager.seqs
-        what = dice.randrange(6) if living else 0
-        try:
-            if what == 0:
-                serve(manager, text[: dice.randrange(1, 30)] + [dice.randrange(3) for _ in range(dice.randrange(4))])
-            elif what == 1:
-                manager.fork(dice.choice(living))
-            elif what == 2 and len(living) > 2:
-                manager.free(dice.choice(living))
-            elif what == 3 and kind == "plain":
-                manager.evict(living[:1], [manager.held(living[0]) // 2])
-            else:
-                some = [seq for seq in living if dice.random() < 0.7]
-                is_told = dice.random() < 0.8
-                manager.step({seq: [dice.randrange(2)] * dice.randrange(5) for seq in some}) if is_told else manager.step(
-                    some, counts=[dice.randrange(5) for _ in some]
-                )
-        except (OutOfPages, RangeError):
-            pass
-    return manager
+from tkv.errors import DTypeError, RangeError, ShapeError, TkvError
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -91,14 +41,13 @@ def test_sequences_cut_at_once_are_left_as_if_cut_one_by_one(kind, size, seed, d
 
 
 def test_sequences_freed_at_once_are_left_as_if_freed_one_by_one():
-    for kind in KINDS:
-        for seed in range(10):
-            together, apart = lived(kind, 3, seed), lived(kind, 3, seed)
-            seqs = random.Random(seed).sample(together.seqs, len(together.seqs) // 2 + 1)
-            together.free(seqs)
-            for seq in seqs:
-                apart.free(seq)
-            assert everything(together) == everything(apart)
+    for kind, seed in itertools.product(KINDS, range(10)):
+        together, apart = lived(kind, 3, seed), lived(kind, 3, seed)
+        seqs = random.Random(seed).sample(together.seqs, len(together.seqs) // 2 + 1)
+        together.free(seqs)
+        for seq in seqs:
+            apart.free(seq)
+        assert everything(together) == everything(apart)
 
 
 @pytest.mark.parametrize("given_as", [list, tuple, np.array, torch.tensor, lambda x: np.array(x, np.int32)])

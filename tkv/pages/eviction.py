@@ -106,9 +106,14 @@ def evict(ledger: Ledger, names: np.ndarray, lens: np.ndarray) -> Eviction:
     moves = stays & ~alone
     count = int(moves.sum())
     if count > index.num_available:
+        targets[users[moves], places[moves]] = -1
         raise OutOfPages(
             f"needs {count:,} pages for tokens of {rows.size:,} sequences that share theirs, {index.pool.num_free:,} of "
-            f"{index.pool.num_pages:,} are free and {index.num_idle:,} cached"
+            f"{index.pool.num_pages:,} are free and {index.num_idle:,} cached",
+            needed=count,
+            available=index.num_available,
+            held=np.unique(targets[targets >= 0]).size,
+            total=index.pool.num_pages,
         )
     targets[users[moves], places[moves]] = index.take(count)
 

@@ -112,18 +112,21 @@ class Ledger(Sequences):
 
     def step(self, names: np.ndarray, ids: np.ndarray | None, new: np.ndarray) -> Batch:
         """Extend each sequence by so many tokens, or none of them."""
-        rows = self.rows_of(names)
-        before, gone = self.lens[rows], self.gone[rows]
-        check_growth(names, before + gone, self.known[rows], ids, new)
-        due = np.maximum(self.out_of_reach(before + gone) - gone, 0) // self.size
-        left = Leaving(self.index, self.table[np.repeat(rows, due), ranges(np.full_like(due, self.pinned // self.size), due)])
-        grown = int((pages_of(before + new, self.size) - pages_of(before, self.size)).sum())
+        rows, index = self.rows_of(names), self.index
+        before = self.lens[rows]
+        check_growth(names, self.lengths(rows), self.known[rows], ids, new)
+        due, left, grown = self.ahead(rows, new)
         copied, taken, missing = self.part(rows, before, new, grown, left)
         if missing > 0:
+            available = index.num_available + left.ends.size
             become = f" and {left.ends.size:,} become free" if left.ends.size else ""
             raise OutOfPages(
-                f"needs {self.index.num_available + left.ends.size + missing:,} pages for {new.sum():,} tokens of {rows.size:,} sequences, "
-                f"{self.index.pool.num_free:,} of {self.index.pool.num_pages:,} are free and {self.index.num_idle:,} cached{become}"
+                f"needs {available + missing:,} pages for {new.sum():,} tokens of {rows.size:,} sequences, "
+                f"{index.pool.num_free:,} of {index.pool.num_pages:,} are free and {index.num_idle:,} cached{become}",
+                needed=available + missing,
+                available=available,
+                held=self.num_kept(rows, due, copied),
+                total=index.pool.num_pages,
             )
         self.reserve(0, int(pages_of(before - due * self.size + new, self.size).max(initial=0)))
         pages = left.take(copied.size + grown)
@@ -131,6 +134,27 @@ class Ledger(Sequences):
             self.drop(rows, due)
             left.release()
         return self.extend(names, rows, ids, new, copied, taken, pages)
+
+    def missing(self, names: np.ndarray, new: np.ndarray) -> tuple[int, int]:
+        """Pages that such a step needs beside those that it frees itself: of the pool, and of that of tails."""
+        rows = self.rows_of(names)
+        check_growth(names, self.lengths(rows), self.known[rows], None, new)
+        _, left, grown = self.ahead(rows, new)
+        return max(self.index.num_available + self.part(rows, self.lens[rows], new, grown, left)[2], 0), 0
+
+    def ahead(self, rows: np.ndarray, new: np.ndarray) -> tuple[np.ndarray, Leaving, int]:
+        """How many pages each row of a step drops before it gets so many tokens, those pages, and how many pages more all fill."""
+        held, gone = self.lens[rows], self.gone[rows]
+        due = np.maximum(self.out_of_reach(held + gone) - gone, 0) // self.size
+        left = Leaving(self.index, self.table[np.repeat(rows, due), ranges(np.full_like(due, self.pinned // self.size), due)])
+        return due, left, int((pages_of(held + new, self.size) - pages_of(held, self.size)).sum())
+
+    def num_kept(self, rows: np.ndarray, due: np.ndarray, copied: np.ndarray) -> int:
+        """How many pages the rows of a step go on with: not those that they drop, and not those that they get a copy of."""
+        begin, lens, places = self.pinned // self.size, self.lens[rows], np.arange(self.table.shape[1])
+        kept = (places < pages_of(lens, self.size)[:, None]) & ((places < begin) | (places >= begin + due[:, None]))
+        kept[copied, lens[copied] // self.size] = False
+        return np.unique(self.table[rows][kept]).size
 
     def out_of_reach(self, lens: np.ndarray) -> np.ndarray:
         """How many tokens behind the pinned ones, whole pages, no token that comes after so many can see."""

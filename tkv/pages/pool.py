@@ -88,7 +88,12 @@ class PagePool:
         """
         check_int("count", count, 0)
         if count > self._num_free:
-            raise OutOfPages(f"needs {count:,} pages, {self._num_free:,} of {self.num_pages:,} are free")
+            raise OutOfPages(
+                f"needs {count:,} pages, {self._num_free:,} of {self.num_pages:,} are free",
+                needed=count,
+                available=self._num_free,
+                total=self.num_pages,
+            )
         left = self._num_free - count
         pages = self._free[left : self._num_free][::-1].copy()
         self._refs[pages] = 1

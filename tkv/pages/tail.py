@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from tkv.errors import OutOfPages, RangeError
@@ -10,6 +12,27 @@ from tkv.pages.ledger import Ledger
 from tkv.pages.pool import PagePool
 from tkv.pages.prefix import PrefixIndex, page_hash
 from tkv.pages.sequences import pages_of, ranges
+
+
+@dataclass(frozen=True)
+class Aging:
+    """The first pages of tails that a step converts.
+
+    Attributes:
+        due: how many of each row.
+        sources: these pages, row by row.
+        targets: where each goes: a page that is there already, or ``~i`` for the one that the i-th conversion makes.
+        converted: the pages of tails that are converted.
+        spare: pages that nobody has once they are converted, which the same step may write.
+        num_adopted: pages of targets that are there already, in the cache alone.
+    """
+
+    due: np.ndarray
+    sources: np.ndarray
+    targets: np.ndarray
+    converted: np.ndarray
+    spare: np.ndarray
+    num_adopted: int
 
 
 class TailLedger:
@@ -94,33 +117,33 @@ class TailLedger:
         cut, rest = old.lens[rows], tail.lens[rows]
         before, known = cut + rest, old.known[rows] + tail.known[rows]
         check_growth(names, before, known, ids, new)
-        # Every new token sees at least `tail_len` keys of the tail, itself included.
-        due = np.maximum((before + np.minimum(new, 1) - self.tail_len) // size - cut // size, 0)
-        users, places = np.repeat(rows, due), ranges(np.zeros_like(due), due)
-        sources = tail.table[users, places]
-        targets, converted = self._targets(rows, due)
-
-        adopted = targets[targets >= 0]
-        kept = np.count_nonzero(old.index.holders(np.unique(adopted)) == 0)
-        if converted.size > old.index.num_available - kept:
+        aging, pool, grown = self._ahead(rows, new), tail.index.pool, tail.ahead(rows, new)[2]
+        due, sources, targets, converted, spare = aging.due, aging.sources, aging.targets, aging.converted, aging.spare
+        adopted, users, places = targets[targets >= 0], np.repeat(rows, due), ranges(np.zeros_like(due), due)
+        if converted.size > old.index.num_available - aging.num_adopted:
+            idle = old.index.num_idle - aging.num_adopted
             raise OutOfPages(
                 f"pool: needs {converted.size:,} pages for tokens that leave the tails of {rows.size:,} sequences, "
-                f"{old.index.pool.num_free:,} of {old.index.pool.num_pages:,} are free and {old.index.num_idle - kept:,} cached"
+                f"{old.index.pool.num_free:,} of {old.index.pool.num_pages:,} are free and {idle:,} cached",
+                needed=converted.size,
+                available=old.index.pool.num_free + idle,
+                held=np.union1d(adopted, np.concatenate([old.pages(row) for row in rows.tolist()])).size,
+                total=old.index.pool.num_pages,
             )
-        pool, grown = tail.index.pool, pages_of(rest + new, size) - pages_of(rest, size)
-        copied, taken, missing = tail.part(rows, rest, new, int(grown.sum()))
-        # Pages that nobody has once they are converted, which this step itself may write.
-        leaving, times = np.unique(sources, return_counts=True)
-        spare = leaving[pool.refs[leaving] == times]
+        copied, taken, missing = tail.part(rows, rest, new, grown)
         if missing > spare.size:
             raise OutOfPages(
                 f"tail_pool: needs {pool.num_free + missing:,} pages for {new.sum():,} tokens of {rows.size:,} sequences, "
-                f"{pool.num_free:,} of {pool.num_pages:,} are free and {spare.size:,} become free"
+                f"{pool.num_free:,} of {pool.num_pages:,} are free and {spare.size:,} become free",
+                needed=pool.num_free + missing,
+                available=pool.num_free + spare.size,
+                held=tail.num_kept(rows, due, copied),
+                total=pool.num_pages,
             )
         width = int((cut // size + due).max(initial=0))
         old.reserve(0, width)
         tail.reserve(0, int(pages_of(rest - due * size + new, size).max(initial=0)))
-        needed = copied.size + int(grown.sum())
+        needed = copied.size + grown
         reused, fresh = spare[:needed], np.zeros(0, np.int32)
         # Held first, so that they are not evicted to make room.
         old.index.hold(adopted)
@@ -173,6 +196,14 @@ class TailLedger:
             max_tail_len=written.max_seq_len,
         )
 
+    def missing(self, names: np.ndarray, new: np.ndarray) -> tuple[int, int]:
+        """Pages that such a step needs beside those that it frees itself: of the pool, and of that of tails."""
+        rows, tail = self.rows_of(names), self.tail
+        check_growth(names, self.lengths(rows), self.old.known[rows] + tail.known[rows], None, new)
+        aging, grown = self._ahead(rows, new), tail.ahead(rows, new)[2]
+        more = tail.index.num_available + tail.part(rows, tail.lens[rows], new, grown)[2] - aging.spare.size
+        return aging.converted.size + aging.num_adopted, max(more, 0)
+
     def identify(self, seq: int, ids: np.ndarray) -> None:
         """Fill in the ids of a sequence's first unknown tokens."""
         row = self.row(seq)
@@ -209,6 +240,18 @@ class TailLedger:
     def waste(self) -> int:
         """Slots without a token in pages of tails."""
         return self.tail.waste()
+
+    def _ahead(self, rows: np.ndarray, new: np.ndarray) -> Aging:
+        """What a step that gives each row so many tokens converts. Nothing changes."""
+        cut, rest, size = self.old.lens[rows], self.tail.lens[rows], self.size
+        # Every new token sees at least `tail_len` keys of the tail, itself included.
+        due = np.maximum((cut + rest + np.minimum(new, 1) - self.tail_len) // size - cut // size, 0)
+        sources = self.tail.table[np.repeat(rows, due), ranges(np.zeros_like(due), due)]
+        targets, converted = self._targets(rows, due)
+        adopted = self.index.holders(np.unique(targets[targets >= 0])) == 0
+        leaving, times = np.unique(sources, return_counts=True)
+        spare = leaving[self.tail.index.pool.refs[leaving] == times]
+        return Aging(due, sources, targets, converted, spare, int(np.count_nonzero(adopted)))
 
     def _targets(self, rows: np.ndarray, due: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Where the first pages of these rows' tails go.

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from tkv.pages.batch import CacheStats, Ints, as_ids
+from tkv.errors import ShapeError
+from tkv.ops.checks import check_int
+from tkv.pages.batch import CacheStats, Ints, as_ids, is_one
 from tkv.pages.ledger import Ledger
 from tkv.pages.pool import PagePool
 from tkv.pages.prefix import ExtraKeys, root_hash
@@ -143,6 +145,61 @@ class ManagerView:
             2
         """
         return self._ledger.match(as_ids("tokens", tokens), root_hash(extra_keys))[1]
+
+    def missing(self, seqs: int | Ints, counts: int | Ints) -> int:
+        """Pages of `pool` that a :meth:`step` has to find for so many new tokens. It can where :attr:`num_available` is as large.
+
+        Pages to copy shared ones to are counted, and those that leave the sequences' windows in the same step are not: they are used first.
+        With `tail_pool` it is pages that the step converts to; :meth:`tail_missing` then asks for the rest.
+
+        Args:
+            seqs: the sequence, or ``[num_seqs]`` different ones, of one step.
+            counts: how many new tokens it gets; of several, ``[num_seqs]``.
+
+        Raises:
+            RangeError, DTypeError, ShapeError: as for :meth:`step`.
+
+        Example:
+            >>> from tkv.pages import CacheManager, PagePool
+            >>> manager = CacheManager(PagePool(8), page_size=4)
+            >>> seq = manager.add([1, 2, 3, 4, 5, 6])
+            >>> manager.missing(seq, 6), manager.num_available     # room for it
+            (2, 8)
+            >>> batch = manager.step({seq: [1, 2, 3, 4, 5, 6]})
+            >>> manager.missing(seq, 2), manager.missing([seq, manager.fork(seq)], [2, 3])
+            (0, 2)
+        """
+        return self._missing(seqs, counts)[0]
+
+    def tail_missing(self, seqs: int | Ints, counts: int | Ints) -> int:
+        """Pages of `tail_pool` that a :meth:`step` has to find for so many new tokens: it can where ``tail_pool.num_free`` is as large.
+
+        Pages that the step converts are used first, and not counted. Without `tail_pool` it is 0.
+
+        Args:
+            seqs, counts: as for :meth:`missing`.
+
+        Raises:
+            RangeError, DTypeError, ShapeError: as for :meth:`step`.
+
+        Example:
+            >>> from tkv.pages import CacheManager, PagePool
+            >>> manager = CacheManager(PagePool(8), page_size=4, tail_pool=PagePool(8), tail_len=4)
+            >>> seq = manager.add(range(10))
+            >>> manager.missing(seq, 10), manager.tail_missing(seq, 10)
+            (0, 3)
+            >>> batch = manager.step({seq: range(10)})
+            >>> manager.missing(seq, 1), manager.tail_missing(seq, 1)
+            (1, 0)
+        """
+        return self._missing(seqs, counts)[1]
+
+    def _missing(self, seqs: int | Ints, counts: int | Ints) -> tuple[int, int]:
+        names = as_ids("seqs", [seqs] if is_one(seqs) else seqs, low=None)
+        new = np.array([check_int("counts", counts, 0)]) if is_one(seqs) else as_ids("counts", counts)
+        if new.size != names.size:
+            raise ShapeError(f"counts: expected {names.size}, one for each sequence, got {new.size}")
+        return self._ledger.missing(names, new)
 
     def stats(self) -> CacheStats:
         """Statistics: hits, tokens saved, pages by their use, evictions, waste.
