@@ -9,6 +9,7 @@ transformers = pytest.importorskip("transformers", minversion="4.57")
 
 import tkv  # noqa: E402
 from tkv.integrations.transformers import TkvCache, use_tkv  # noqa: E402
+from tkv.integrations.transformers.layout import Columns  # noqa: E402
 
 transformers.logging.set_verbosity_error()
 
@@ -28,6 +29,7 @@ MODELS = {
     "phi3": ("Phi3", dict(sliding_window=5)),
 }
 PAGE_SIZE = 4
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # What outputs and arguments call the cache.
 CACHE = "cache" if tuple(int(part) for part in transformers.__version__.split(".")[:2]) >= (5, 24) else "past_key_values"
 
@@ -43,7 +45,7 @@ def build(kind, seed=0, **changes):
                 # Zeros as initialised, which hide much.
                 parameter.normal_(1.0, 1.0)
     model.generation_config.eos_token_id = None
-    return model
+    return model.to(DEVICE)
 
 
 @pytest.fixture(scope="module")
@@ -54,14 +56,14 @@ def models():
 
 
 def prompts(batch, length, seed=1):
-    return torch.randint(1, 97, (batch, length), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(1, 97, (batch, length), generator=torch.Generator().manual_seed(seed)).to(DEVICE)
 
 
 def padded(lengths, columns, side):
     mask = torch.ones(len(lengths), columns, dtype=torch.long)
     for row, length in enumerate(lengths):
         mask[row, slice(0, columns - length) if side == "left" else slice(length, columns)] = 0
-    return mask
+    return mask.to(DEVICE)
 
 
 def generate(model, ids, mask=None, tokens=6, seed=7, **options):
@@ -135,7 +137,7 @@ def test_a_conversation_goes_on_from_the_returned_cache(models, kind):
     def talk():
         before = generate(model, first, mask, tokens=4)
         ids = torch.cat([before.sequences, more], 1)
-        return generate(model, ids, torch.cat([mask, torch.ones(2, 7, dtype=mask.dtype)], 1), tokens=3, **{CACHE: before[CACHE]})
+        return generate(model, ids, torch.cat([mask, mask.new_ones(2, 7)], 1), tokens=3, **{CACHE: before[CACHE]})
 
     theirs = talk()
     with use_tkv(model, page_size=PAGE_SIZE):
@@ -165,7 +167,7 @@ def test_an_assistant_drafts_and_what_is_rejected_is_taken_back(models):
     for kind in ("llama", "mistral"):
         model, assistant, ids = models(kind), build(kind), prompts(1, 6)
         for parameter in assistant.parameters():
-            parameter.add_(0.03 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(5)))
+            parameter.add_(0.03 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(5)).to(DEVICE))
         expected = model.generate(ids, max_new_tokens=10, do_sample=False)
         with use_tkv(model, page_size=PAGE_SIZE), use_tkv(assistant, page_size=PAGE_SIZE):
             ours = model.generate(ids, assistant_model=assistant, max_new_tokens=10, do_sample=False)
@@ -219,13 +221,13 @@ def test_a_compiled_model_computes_the_same(models):
 
 def test_the_host_works_once_a_step_and_reads_padding_once_a_prompt(models, monkeypatch):
     steps, reads = [], []
-    step, read = tkv.CacheManager.step, torch.Tensor.cpu
+    step, add = tkv.CacheManager.step, Columns.add
     monkeypatch.setattr(tkv.CacheManager, "step", lambda self, *args, **kwargs: (steps.append(1), step(self, *args, **kwargs))[1])
-    monkeypatch.setattr(torch.Tensor, "cpu", lambda self, *args, **kwargs: (reads.append(1), read(self, *args, **kwargs))[1])
+    monkeypatch.setattr(Columns, "add", lambda self, q_len, mask: (reads.append(mask is not None), add(self, q_len, mask))[1])
     with use_tkv(models("llama"), page_size=PAGE_SIZE):
         generate(models("llama"), prompts(2, 5), padded([5, 3], 5, "left"), tokens=6)
     assert len(steps) == 6, "a prompt and five tokens, whatever the number of layers"
-    assert len(reads) == 1
+    assert reads == [True] + [False] * 5
 
 
 def test_smollm2_says_the_same_with_its_real_weights():
@@ -234,7 +236,7 @@ def test_smollm2_says_the_same_with_its_real_weights():
     path, reason = find_gguf()
     if path is None:
         pytest.skip(reason)
-    model = load_model(path, torch.float32, torch.device("cpu"))
+    model = load_model(path, torch.float32, torch.device(DEVICE))
     model.generation_config.pad_token_id = 0
-    ids = torch.tensor([load_tokenizer(path).encode("The capital of France is")])
+    ids = torch.tensor([load_tokenizer(path).encode("The capital of France is")], device=DEVICE)
     assert_generates_the_same(model, ids, tokens=2)

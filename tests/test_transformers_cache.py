@@ -1,5 +1,7 @@
 """What a TkvCache holds: formats, windows, evictions, beams, bytes. References in plain torch."""
 
+import gc
+import weakref
 from dataclasses import replace
 from functools import partial
 
@@ -11,7 +13,7 @@ from hypothesis import strategies as st
 
 transformers = pytest.importorskip("transformers", minversion="4.57")
 
-from test_transformers import CACHE, PAGE_SIZE, assert_close, build, forward, generate, models, padded, prompts  # noqa: E402, F401
+from test_transformers import CACHE, DEVICE, PAGE_SIZE, assert_close, build, forward, generate, models, padded, prompts  # noqa: E402, F401
 from transformers.masking_utils import AttentionMaskInterface, eager_mask  # noqa: E402
 
 import tkv  # noqa: E402
@@ -40,7 +42,7 @@ def visible(columns, window=None, sinks=0):
 
 def with_mask(model, ids, seen):
     """Logits of the model's own attention under a mask."""
-    bias = torch.zeros(1, 1, *seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
+    bias = torch.zeros(1, 1, *seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min).to(DEVICE)
     mask = bias.expand(ids.shape[0], 1, -1, -1)
     kinds = set(getattr(model.config, "layer_types", None) or [])
     return forward(model, ids, attention_mask={kind: mask for kind in kinds} if len(kinds) > 1 else mask, use_cache=False)[0]
@@ -55,7 +57,7 @@ def test_any_padding_in_any_pieces_gives_the_logits_of_the_models_own_attention(
     if kind == "llama":
         # Also padding between tokens.
         bits = data.draw(st.lists(st.integers(0, 1), min_size=batch * columns, max_size=batch * columns))
-        mask = torch.tensor(bits).view(batch, columns)
+        mask = torch.tensor(bits, device=DEVICE).view(batch, columns)
         seen = mask.cumsum(1) > 0
     else:
         mask = padded(data.draw(st.lists(st.integers(1, columns), min_size=batch, max_size=batch)), columns, "left")
@@ -89,9 +91,11 @@ def roundtrip(format, scales):
     def attend(module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs):
         batch, heads, length, dim = key.shape
         k_scale, v_scale = scales[module.layer_idx] if scales else (None, None)
-        cache = tkv.KVCache.empty(batch, length, heads, dim, format, k_scale=k_scale, v_scale=v_scale)
-        tkv.write_kv(key.transpose(1, 2).flatten(0, 1), value.transpose(1, 2).flatten(0, 1), cache, torch.arange(batch * length))
-        table, lens = torch.arange(batch)[:, None], torch.full((batch,), length)
+        cache = tkv.KVCache.empty(batch, length, heads, dim, format, device=DEVICE, k_scale=k_scale, v_scale=v_scale)
+        tkv.write_kv(
+            key.transpose(1, 2).flatten(0, 1), value.transpose(1, 2).flatten(0, 1), cache, torch.arange(batch * length, device=DEVICE)
+        )
+        table, lens = torch.arange(batch, device=DEVICE)[:, None], torch.full((batch,), length, device=DEVICE)
         k, v, *_ = tkv.gather_window(cache, table, lens, window=None, dense=True, dequantize=True, dtype=torch.float32)
         key, value = (x.transpose(1, 2).repeat_interleave(query.shape[1] // heads, 1) for x in (k, v))
         weights = (query @ key.transpose(2, 3) * scaling + attention_mask).softmax(-1)
@@ -179,8 +183,8 @@ def held_keys(cache, layer_idx):
     """The keys in a layer's pages, [num_seqs, width, heads, dim]."""
     group, kv = cache.layers[layer_idx].group, cache.layers[layer_idx].kv
     pages = [group.manager.pages(seq) for seq in group.seqs]
-    table = torch.from_numpy(np.stack([np.pad(ids, (0, max(map(len, pages)) - len(ids)), constant_values=-1) for ids in pages]))
-    lens = torch.tensor([group.manager.held(seq) for seq in group.seqs])
+    table = torch.from_numpy(np.stack([np.pad(ids, (0, max(map(len, pages)) - len(ids)), constant_values=-1) for ids in pages])).to(DEVICE)
+    lens = torch.tensor([group.manager.held(seq) for seq in group.seqs], device=DEVICE)
     return tkv.gather_window(kv, table, lens, window=None, dense=True)[0], table, lens
 
 
@@ -229,7 +233,7 @@ def test_a_policy_keeps_in_each_layer_and_head_what_the_attention_says(models, p
         assert cache.length == 11 and cache.num_pages == 4
         for layer_idx, (own, key) in enumerate(zip(weights, keys)):
             scores = own.sum(2) if which == "sum" else own[:, :, -1]
-            keep, _ = policy(scores.contiguous(), torch.tensor([11, 11]))
+            keep, _ = policy(scores.contiguous(), torch.tensor([11, 11], device=DEVICE))
             expected = key.gather(2, keep.long()[..., None].expand(-1, -1, -1, key.shape[3]))
             held, _, lens = held_keys(cache, layer_idx)
             assert lens.tolist() == [5, 5]
@@ -265,7 +269,7 @@ def test_beams_share_their_pages_until_they_write(models):  # noqa: F811
         ends = prompts(4, 2, seed=4)
         whole = torch.cat([ids.repeat_interleave(2, 0), ends], 1)
         ours, _ = forward(model, ends[:, :1], cache)
-        cache.reorder_cache(torch.tensor([3, 0, 0, 2]))
+        cache.reorder_cache(torch.tensor([3, 0, 0, 2], device=DEVICE))
         again, _ = forward(model, ends[:, 1:], cache)
         assert cache.num_pages == 2 + 4, "a whole page a prompt, and a last one each"
         cache.batch_select_indices(torch.tensor([1]))
@@ -282,7 +286,7 @@ def test_cropped_columns_are_forgotten(models, kind):  # noqa: F811
     model, ids, other = models(kind), prompts(2, 9), prompts(2, 3, seed=6)
     # What is cropped is padding too where no window minds.
     mask = padded([9, 7], 9, "right" if kind == "llama" else "left")
-    ones = torch.ones(2, 3, dtype=mask.dtype)
+    ones = mask.new_ones(2, 3)
     expected, _ = in_pieces(model, torch.cat([ids[:, :6], other], 1), [9], torch.cat([mask[:, :6], ones], 1))
     for crop in (-3, 6):
         with use_tkv(model, page_size=PAGE_SIZE):
@@ -311,3 +315,17 @@ def test_when_pages_run_out_it_is_told_and_the_cache_is_spent(models):  # noqa: 
             forward(model, prompts(1, 1), cache)
         with pytest.raises(errors.UnsupportedError, match="did not finish"):
             forward(model, prompts(1, 1), cache)
+
+
+def test_memory_is_given_back_as_soon_as_nobody_has_the_cache(models):  # noqa: F811
+    gc.collect()
+    gc.disable()
+    try:
+        with use_tkv(models("gemma3"), page_size=PAGE_SIZE):
+            _, cache = forward(models("gemma3"), prompts(1, 5))
+            generate(models("gemma3"), prompts(1, 3), tokens=2)
+        pages = weakref.ref(cache.layers[0].kv.k)
+        del cache
+        assert pages() is None
+    finally:
+        gc.enable()

@@ -10,7 +10,7 @@ import torch
 
 transformers = pytest.importorskip("transformers", minversion="4.57")
 
-from test_transformers import CACHE, SIZES, assert_close, build, forward, generate, models, prompts  # noqa: E402, F401
+from test_transformers import CACHE, DEVICE, SIZES, assert_close, build, forward, generate, models, prompts  # noqa: E402, F401
 
 import tkv  # noqa: E402
 from tkv import errors  # noqa: E402
@@ -135,14 +135,14 @@ def test_masks_that_are_not_padding_are_refused(models):  # noqa: F811
     model, ids = models("llama"), prompts(2, 5)
     with use_tkv(model, page_size=4):
         with refused(r"attention_mask: .*\[2, 1, 5, 5\]"):
-            forward(model, ids, attention_mask=torch.ones(2, 1, 5, 5).tril())
+            forward(model, ids, attention_mask=torch.ones(2, 1, 5, 5, device=DEVICE).tril())
         with refused("position_ids: .* packed sequences"):
-            forward(model, ids, position_ids=torch.tensor([[0, 1, 2, 0, 1]] * 2), use_cache=False)
+            forward(model, ids, position_ids=torch.tensor([[0, 1, 2, 0, 1]] * 2, device=DEVICE), use_cache=False)
         with refused(re.escape("attention_mask: expected [2, 5]"), errors.ShapeError):
-            forward(model, ids, attention_mask=torch.ones(2, 4))
+            forward(model, ids, attention_mask=torch.ones(2, 4, device=DEVICE))
         _, cache = forward(model, ids)
         with refused("cannot be masked, or unmasked, later"):
-            forward(model, ids[:, :1], cache, attention_mask=torch.tensor([[1, 1, 0, 1, 1, 1]] * 2))
+            forward(model, ids[:, :1], cache, attention_mask=torch.tensor([[1, 1, 0, 1, 1, 1]] * 2, device=DEVICE))
 
 
 def test_a_pass_that_is_refused_before_it_starts_leaves_the_cache_as_it_was(models):  # noqa: F811
@@ -153,7 +153,7 @@ def test_a_pass_that_is_refused_before_it_starts_leaves_the_cache_as_it_was(mode
         with refused("batch of 2", errors.ShapeError):
             forward(model, prompts(3, 2), cache)
         with refused("attention_mask: expected", errors.ShapeError):
-            forward(model, ids[:, 3:], cache, attention_mask=torch.ones(2, 2))
+            forward(model, ids[:, 3:], cache, attention_mask=torch.ones(2, 2, device=DEVICE))
         assert cache.length == 3
         assert_close(forward(model, ids[:, 3:], cache)[0], expected[:, 3:])
 
@@ -172,7 +172,7 @@ def test_a_cache_that_a_failed_pass_left_behind_is_refused(models, monkeypatch):
 
 
 def test_padding_between_tokens_is_refused_where_a_window_leaves_it_behind(models):  # noqa: F811
-    mask = torch.tensor([[1, 1, 0, 1, 1, 1]])
+    mask = torch.tensor([[1, 1, 0, 1, 1, 1]], device=DEVICE)
     with use_tkv(models("mistral")), refused("attention_mask: padding between tokens"):
         forward(models("mistral"), prompts(1, 6), attention_mask=mask)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,15 +16,28 @@ from tkv.integrations.transformers.layout import Columns, Layout
 from tkv.integrations.transformers.settings import Settings, format_of, scales_of, window_of
 
 
+@dataclass
+class Progress:
+    """What layers know of their cache, without which they would keep each other alive until the garbage collector comes.
+
+    Attributes:
+        length: columns that are cached, padding included.
+        is_open: whether a forward pass is under way.
+    """
+
+    length: int = 0
+    is_open: bool = False
+
+
 class TkvLayer(CacheLayerMixin):
     """A layer's keys and values; the attention function stores them, when it has the queries too."""
 
     is_compileable = False
     is_sliding = False
 
-    def __init__(self, cache: TkvCache) -> None:
+    def __init__(self, progress: Progress) -> None:
         super().__init__()
-        self.cache = cache
+        self.progress = progress
         self.group: Group | None = None
         self.kv: tkv.KVCache | None = None
         self.scores: torch.Tensor | None = None
@@ -41,7 +55,7 @@ class TkvLayer(CacheLayerMixin):
         Returns:
             Both, unchanged: what is cached stays in its pages.
         """
-        if not self.cache.is_open:
+        if not self.progress.is_open:
             raise UnsupportedError("cache: a TkvCache works in a model after use_tkv(model) only")
         self.new = (key_states, value_states)
         return self.new
@@ -52,7 +66,7 @@ class TkvLayer(CacheLayerMixin):
 
     def get_seq_length(self) -> int:
         """Columns of the batch that are cached, padding included."""
-        return self.cache.length
+        return self.progress.length
 
     def get_max_length(self) -> int:
         """No maximum."""
@@ -84,20 +98,20 @@ class TkvCache(Cache):
     """
 
     def __init__(self, settings: Settings, num_layers: int, max_tokens: int | None = None) -> None:
-        super().__init__(layers=[TkvLayer(self) for _ in range(num_layers)])
+        self._progress = Progress()
+        super().__init__(layers=[TkvLayer(self._progress) for _ in range(num_layers)])
         self.settings = settings
         # Columns that generation will not pass, so that growing pools need not either.
         self.max_tokens = max_tokens
         self.groups: dict[int | None, Group] = {}
         self._columns: Columns | None = None
         self._layout: Layout | None = None
-        self._known = 0
         self._broken = False
 
     @property
     def length(self) -> int:
         """Columns of the batch that are cached, padding included."""
-        return self._known
+        return self._progress.length
 
     @property
     def num_pages(self) -> int:
@@ -108,11 +122,6 @@ class TkvCache(Cache):
     def nbytes(self) -> int:
         """Bytes of all layers' keys, values and scales as allocated."""
         return sum(layer.kv.nbytes for layer in self.layers if layer.kv is not None)
-
-    @property
-    def is_open(self) -> bool:
-        """Whether a forward pass is under way."""
-        return self._layout is not None
 
     @torch.compiler.disable
     def update(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -137,6 +146,7 @@ class TkvCache(Cache):
         if batch != self._columns.batch:
             raise ShapeError(f"input_ids: expected a batch of {self._columns.batch}, as the cache has, got {batch}")
         self._layout = self._columns.add(q_len, mask)
+        self._progress.is_open = True
 
     def end(self, finished: bool) -> None:
         """End a forward pass; with a policy, evict.
@@ -149,13 +159,13 @@ class TkvCache(Cache):
         """
         left = [i for i, layer in enumerate(self.layers) if layer.group is None or layer.group.layout is not self._layout]
         self._broken = not finished or bool(left) or any(group.waiting for group in self.groups.values())
-        self._layout = None
+        self._layout, self._progress.is_open = None, False
         for layer in self.layers:
             layer.new = None
         if finished and self._broken:
             raise UnsupportedError(f"model: attention of layers {left} did not go through transformers' AttentionInterface and the cache")
         if not self._broken and self._columns is not None:
-            self._known = self._columns.length
+            self._progress.length = self._columns.length
             if self.settings.policy is not None:
                 self._evict()
 
@@ -253,7 +263,7 @@ class TkvCache(Cache):
         if self.settings.policy is not None:
             raise UnsupportedError("crop: tokens that a policy evicted do not come back; generate without assistant, or without policy")
         lost = self._columns.crop(max(length, 0))
-        self._known = self._columns.length
+        self._progress.length = self._columns.length
         self._broken = True
         for group in self.groups.values():
             group.truncate(lost)
@@ -279,7 +289,8 @@ class TkvCache(Cache):
 
     def reset(self) -> None:
         """Forget everything; the pages are freed."""
-        self.groups, self._columns, self._layout, self._known, self._broken = {}, None, None, 0, False
+        self.groups, self._columns, self._layout, self._broken = {}, None, None, False
+        self._progress.length, self._progress.is_open = 0, False
         for layer in self.layers:
             layer.group = layer.kv = layer.scores = layer.new = None
 
