@@ -91,10 +91,10 @@ test: $(call ready,test) model ## the tests and the examples in the documentatio
 .PHONY: test-vllm
 ifeq ($(VENV),none)
 test-vllm:
-	$(IN_TREE) $(PY) -m pytest -q tests/vllm $(ARGS)
+	$(IN_TREE) $(PY) -m pytest -q -p no:warnings tests/with_vllm 'tests/test_examples.py::test_an_example_runs_as_it_stands[vllm_generate]' $(ARGS)
 else
 test-vllm: $(VLLM_VENV)/.stamp ## whole engines of vLLM, in an environment of their own, with tkv's attention and with vLLM's
-	$(IN_TREE) $(VPY) -m pytest -q tests/vllm $(ARGS)
+	$(IN_TREE) $(VPY) -m pytest -q -p no:warnings tests/with_vllm 'tests/test_examples.py::test_an_example_runs_as_it_stands[vllm_generate]' $(ARGS)
 endif
 
 .PHONY: deep
@@ -175,6 +175,6 @@ $(SANITIZE_VENV)/.stamp: constraints.txt $(SANITIZE_VENV)/bin/python
 	@$(call pip,$(SANITIZE_VENV),--no-deps --ignore-requires-python ttsem)
 	@touch "$@"
 
-$(VLLM_VENV)/.stamp: constraints-vllm.txt pyproject.toml tests/vllm/make_env.sh
-	@PYTHON="$(PYTHON)" PIP_ARGS="$(PIP_ARGS)" bash tests/vllm/make_env.sh "$(VLLM_VENV)"
+$(VLLM_VENV)/.stamp: constraints-vllm.txt pyproject.toml tests/with_vllm/make_env.sh
+	@PYTHON="$(PYTHON)" PIP_ARGS="$(PIP_ARGS)" bash tests/with_vllm/make_env.sh "$(VLLM_VENV)"
 	@touch "$@"

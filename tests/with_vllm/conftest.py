@@ -1,11 +1,9 @@
-"""These tests need vLLM, in an environment of its own: tests/vllm/make_env.sh makes it, `make test-vllm` runs them there."""
+"""These tests need vLLM, in an environment of its own: tests/with_vllm/make_env.sh makes it, `make test-vllm` runs them there."""
 
 import importlib.util
 import os
 
-# The name of this folder alone makes Python find a "vllm", an empty one without a file.
-_found = importlib.util.find_spec("vllm")
-if _found is None or _found.origin is None:
+if importlib.util.find_spec("vllm") is None:
     collect_ignore_glob = ["*"]
 else:
     os.environ.update(
