@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TypeGuard
 
 import numpy as np
@@ -11,14 +11,19 @@ import torch
 
 from tkv.errors import DTypeError, RangeError, ShapeError
 from tkv.ops.checks import MAX_POSITION
+from tkv.pages.tensors import as_tensors
 
 Ints = Sequence[int] | np.ndarray | torch.Tensor
 
 
 @dataclass(frozen=True, eq=False)
 class BatchTensors:
-    """A :class:`Batch` as tensors on a device, under the names that tkv's functions have for them."""
+    """A :class:`Batch` as tensors on a device, under the names that tkv's functions have for them.
 
+    `seqs` and the numbers are those of the :class:`Batch`, on the host: what is filled up is not counted.
+    """
+
+    seqs: np.ndarray
     page_table: torch.Tensor
     seq_lens: torch.Tensor
     prefix_lens: torch.Tensor
@@ -28,6 +33,11 @@ class BatchTensors:
     kv_start: torch.Tensor
     copies: torch.Tensor
     filled: torch.Tensor
+    num_tokens: int
+    q_len: int | None
+    max_q_len: int
+    max_seq_len: int
+    pinned: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,6 +63,8 @@ class Batch:
         filled: ``[num_filled]`` int32, pages whose last slot this step writes.
         max_q_len, max_seq_len: the largest number of new tokens, and of `seq_lens`: hints for launches.
         pinned: the manager's: so many tokens at the start of a sequence, whole pages, are never dropped.
+        num_tokens: all new tokens.
+        q_len: the number of new tokens of each sequence where all get equally many, as when they decode; else None.
 
     Example:
         >>> from tkv.pages import CacheManager, PagePool
@@ -80,23 +92,62 @@ class Batch:
     max_seq_len: int
     pinned: int
 
-    def tensors(self, device: torch.device | str | None = None) -> BatchTensors:
+    @property
+    def num_tokens(self) -> int:
+        return self.slot_mapping.size
+
+    @property
+    def q_len(self) -> int | None:
+        return self.max_q_len if self.max_q_len * self.seqs.size == self.num_tokens else None
+
+    def tensors(
+        self, device: torch.device | str | None = None, *, num_seqs: int | None = None, num_tokens: int | None = None,
+        width: int | None = None,
+    ) -> BatchTensors:  # fmt: skip
         """The arrays as tensors, those that the functions take.
+
+        On a GPU they are views of one buffer, which is copied there on the current stream while the host goes on.
+
+        A CUDA graph needs the same shapes in every step: with the sizes below the tensors are filled up with sequences that have no
+        tokens, and tokens that are written nowhere (slots and pages -1). The functions take them as they are; in results their rows are
+        0. `copies` and `filled` are not filled up: copy the pages before the graph is replayed. ::
+
+            sizes = dict(num_seqs=64, num_tokens=64, width=512)    # up to 64 sequences of 512 pages, one new token each
+            static = batch.tensors(device, **sizes)
+            with torch.cuda.graph(graph):                          # for each layer, after a warm-up on another stream:
+                tkv.write_kv(k, v, cache, static.slot_mapping)
+                tkv.paged_decode(q, cache, static.page_table, static.seq_lens, max_seq_len=512 * page_size, out=out)
+
+            now = manager.step(seqs, tokens).tensors(device, **sizes)
+            tkv.copy_pages(cache, cache, *now.copies.unbind(1))
+            for name in ("page_table", "seq_lens", "slot_mapping"):
+                getattr(static, name).copy_(getattr(now, name))
+            graph.replay()                                         # out[: len(now.seqs)] is what is new
 
         Args:
             device: where; on the CPU (None) they share the arrays' memory.
+            num_seqs, num_tokens, width: how many sequences and new tokens there are to be, and columns of `page_table`, at least those
+                of the batch; None: as many as it has.
 
         Returns:
             The tensors.
 
+        Raises:
+            RangeError, DTypeError: a size is smaller than the batch's, or no int.
+
         Example:
             >>> from tkv.pages import CacheManager, PagePool
             >>> manager = CacheManager(PagePool(8), page_size=4)
-            >>> batch = manager.step({manager.add([5, 6, 7]): [5, 6, 7]}).tensors()
-            >>> batch.page_table, batch.seq_lens, batch.slot_mapping
-            (tensor([[0]], dtype=torch.int32), tensor([3], dtype=torch.int32), tensor([0, 1, 2]))
+            >>> step = manager.step({manager.add([5, 6, 7]): [5, 6, 7]})
+            >>> batch = step.tensors()
+            >>> batch.page_table, batch.seq_lens, batch.slot_mapping, batch.q_len
+            (tensor([[0]], dtype=torch.int32), tensor([3], dtype=torch.int32), tensor([0, 1, 2]), 3)
+            >>> batch = step.tensors(num_seqs=2, num_tokens=4, width=2)
+            >>> batch.page_table.tolist(), batch.seq_lens.tolist(), batch.cu_seqlens.tolist(), batch.slot_mapping.tolist()
+            ([[0, -1], [-1, -1]], [3, 0], [0, 3, 3], [0, 1, 2, -1])
         """
-        return BatchTensors(**as_tensors(self, BatchTensors, device))
+        sizes = {"num_seqs": num_seqs, "num_tokens": num_tokens, "width": width}
+        return BatchTensors(**as_tensors(self, BatchTensors, device, **sizes))
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,6 +160,7 @@ class TailBatchTensors(BatchTensors):
     tail_page_table: torch.Tensor
     tail_lens: torch.Tensor
     conversions: torch.Tensor
+    max_tail_len: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,14 +207,21 @@ class TailBatch(Batch):
     conversions: np.ndarray
     max_tail_len: int
 
-    def tensors(self, device: torch.device | str | None = None) -> TailBatchTensors:
+    def tensors(
+        self, device: torch.device | str | None = None, *, num_seqs: int | None = None, num_tokens: int | None = None,
+        width: int | None = None, tail_width: int | None = None,
+    ) -> TailBatchTensors:  # fmt: skip
         """The arrays as tensors, those that the functions take.
 
         Args:
-            device: where; on the CPU (None) they share the arrays' memory.
+            device, num_seqs, num_tokens, width: see :meth:`Batch.tensors`. `conversions` are not filled up either.
+            tail_width: how many columns `tail_page_table` is to have, at least its own; None: as many.
 
         Returns:
             The tensors.
+
+        Raises:
+            RangeError, DTypeError: a size is smaller than the batch's, or no int.
 
         Example:
             >>> from tkv.pages import CacheManager, PagePool
@@ -170,7 +229,8 @@ class TailBatch(Batch):
             >>> manager.step({manager.add([5, 6]): [5, 6]}).tensors().tail_lens
             tensor([2], dtype=torch.int32)
         """
-        return TailBatchTensors(**as_tensors(self, TailBatchTensors, device))
+        sizes = {"num_seqs": num_seqs, "num_tokens": num_tokens, "width": width, "tail_width": tail_width}
+        return TailBatchTensors(**as_tensors(self, TailBatchTensors, device, **sizes))
 
 
 @dataclass(frozen=True)
@@ -215,12 +275,6 @@ class CacheStats:
     pages_free: int
     waste: int
     conversions: int = 0
-
-
-def as_tensors(arrays: object, kind: type, device: torch.device | str | None) -> dict[str, torch.Tensor]:
-    """The arrays that a class has fields for, as tensors; on the CPU (None) they share the arrays' memory."""
-    found = {field.name: torch.from_numpy(getattr(arrays, field.name)) for field in fields(kind)}
-    return found if device is None else {name: tensor.to(device) for name, tensor in found.items()}
 
 
 def as_ids(name: str, values: Ints | int, *, low: int | None = 0) -> np.ndarray:

@@ -8,10 +8,10 @@ import numpy as np
 import torch
 
 from tkv.errors import OutOfPages, RangeError
-from tkv.pages.batch import as_tensors
 from tkv.pages.ledger import Ledger
 from tkv.pages.prefix import UNKNOWN
 from tkv.pages.sequences import pages_of, ranges
+from tkv.pages.tensors import as_tensors
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,7 +65,7 @@ class Eviction:
         """The arrays as tensors, those that ``tkv.compact_kv`` takes.
 
         Args:
-            device: where; on the CPU (None) they share the arrays' memory.
+            device: where; on the CPU (None) they share the arrays' memory. On a GPU: see :meth:`Batch.tensors`.
 
         Returns:
             The tensors.
