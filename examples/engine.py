@@ -6,14 +6,14 @@
 
 Requests come in over time. Each step of `Engine` runs one batch, in which some sequences are at a chunk of their prompts and others decode:
 
-1. admit:    waiting requests join, the oldest first, while there are pages for them. `CacheManager.add` finds what the cache has of their
-             prompts already.
+1. admit:    waiting requests join, the oldest first, while there are pages for them: `CacheManager.add` finds what the cache has of their
+             prompts already, `CacheManager.missing` tells how many pages all that run would take.
 2. schedule: every sequence gets its tokens that are not in the cache yet, of prompts at most `chunk` a step, and behind them a few drafts:
              what followed the last time that the newest two tokens came (prompt lookup). `CacheManager.step` hands out their slots. If it
              raises `OutOfPages`, nothing has changed: drafts are given up first, then the youngest sequence, which waits again.
 3. compute:  in each layer copy the pages that are written and were shared, write the new keys and values, attend. Nothing is read back
              from the device but, at the end, the likeliest tokens.
-4. accept:   drafts stay as long as they are what the model says; `CacheManager.truncate` cuts off the rest.
+4. accept:   drafts stay as long as they are what the model says; `CacheManager.truncate` cuts off the rest, of all sequences at once.
 
 There are no phases: a prompt, a sequence that was preempted and one that decodes all have tokens that are not in the cache, many or one.
 
@@ -115,23 +115,29 @@ class Engine:
             part.request.steps += 1
             if part.is_last:
                 self.accept(part, [next(likeliest) for _ in range(len(part.drafts) + 1)])
+        # All tokens but the newest are in the cache, and drafts that were rejected.
+        told = [part.request for part in work if part.is_last]
+        self.manager.truncate([request.seq for request in told], [len(request.tokens) - 1 for request in told])
+        done = [request for request in told if len(request.tokens) == request.longest]
+        self.manager.free([request.seq for request in done])
+        self.running = [request for request in self.running if request not in done]
 
     def admit(self) -> None:
         # A sequence holds the pages that `add` found: one that has to wait on is freed.
         while self.waiting:
             request = self.waiting[0]
             request.seq = self.manager.add(request.tokens)
-            if sum(map(self.missing_pages, [*self.running, request])) > self.manager.num_available:
+            joined = [*self.running, request]
+            if self.manager.missing([each.seq for each in joined], [self.soon(each) for each in joined]) > self.manager.num_available:
                 self.manager.free(request.seq)
                 return
             if request.cached is None:
                 request.cached = self.manager.length(request.seq)
             self.running.append(self.waiting.popleft())
 
-    def missing_pages(self, request: Request) -> int:
-        """Pages that a sequence has yet to take for its tokens, and for a page more of them: else it might be preempted at once."""
-        soon = min(len(request.tokens) + PAGE_SIZE, request.longest)
-        return pages_for(soon) - len(self.manager.pages(request.seq))
+    def soon(self, request: Request) -> int:
+        """Tokens of a sequence that are to come, and a page more of them: else it might be preempted at once."""
+        return min(len(request.tokens) + PAGE_SIZE, request.longest) - self.manager.length(request.seq)
 
     def schedule(self) -> tuple[list[Work], tkv.pages.Batch]:
         """The work of a step that the pages are enough for, and its batch."""
@@ -179,17 +185,17 @@ class Engine:
         tokens = torch.tensor([token for part in work for token in part.tokens], device=DEVICE)
         rows_wanted = torch.tensor(rows, dtype=torch.int64, device=DEVICE)
         # Equally many new tokens of each sequence, as when all decode.
-        is_even = batch.max_q_len <= 64 and batch.max_q_len * len(work) == len(tokens)
+        is_even = b.q_len is not None and b.q_len <= 64
 
         def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             cache = self.caches[layer]
             tkv.copy_pages(cache, cache, *b.copies.unbind(1))
             tkv.write_kv(k, v, cache, b.slot_mapping)
             if is_even:
-                q = q.unflatten(0, (len(work), batch.max_q_len))
-                return tkv.paged_decode(q, cache, b.page_table, b.seq_lens, max_seq_len=batch.max_seq_len).flatten(0, 1)
+                q = q.unflatten(0, (-1, b.q_len))
+                return tkv.paged_decode(q, cache, b.page_table, b.seq_lens, max_seq_len=b.max_seq_len).flatten(0, 1)
             return tkv.prefix_prefill(
-                q, None, None, cache, b.page_table, b.prefix_lens, b.cu_seqlens, max_q_len=batch.max_q_len, max_seq_len=batch.max_seq_len
+                q, None, None, cache, b.page_table, b.prefix_lens, b.cu_seqlens, max_q_len=b.max_q_len, max_seq_len=b.max_seq_len
             )
 
         return self.model(tokens, b.positions, rows_wanted, attend).argmax(-1).tolist()
@@ -201,11 +207,6 @@ class Engine:
         request.drafted += len(drafts)
         request.accepted += good
         request.tokens += likeliest[: good + 1]
-        # All tokens but the newest are in the cache, and drafts that were rejected.
-        self.manager.truncate(request.seq, len(request.tokens) - 1)
-        if len(request.tokens) == request.longest:
-            self.running.remove(request)
-            self.manager.free(request.seq)
 
 
 def pages_for(num_tokens: int) -> int:

@@ -8,7 +8,7 @@ import torch
 from served import manage, serve, state
 
 from tkv.errors import DTypeError, OutOfPages, RangeError, ShapeError
-from tkv.pages import CacheManager
+from tkv.pages import CacheManager, PagePool
 
 # Room
 
@@ -147,9 +147,26 @@ def test_a_batch_stays_as_it_was_handed_out():
     assert (batch.page_table == tables[0]).all() and (batch.filled == tables[1]).all()
 
 
-def test_an_empty_batch():
-    batch = manage().step({})
+@pytest.mark.parametrize("args", [({},), ([],), ([], []), (np.zeros(0, np.int64),)])
+def test_an_empty_batch(args):
+    batch = manage().step(*args)
     assert batch.page_table.shape == (0, 0) and batch.cu_seqlens.tolist() == [0] and batch.tensors().slot_mapping.shape == (0,)
+
+
+def test_managers_and_batches_tell_in_a_line_what_they_are():
+    manager = manage(num_pages=2000, page_size=4)
+    manager.free(serve(manager, [1] * 5)[0])
+    a, _ = serve(manager, range(5200))
+    b = manager.fork(manager.add([9]))
+    batch = manager.step({a: [7], b: [9]})
+    assert repr(batch) == "Batch(2 new tokens of 2 sequences, max_q_len 1, max_seq_len 5,201, 0 copies, 0 filled)"
+    assert repr(manager) == "CacheManager(3 sequences, pages of 4 tokens: 1,302 used, 2 cached, 696 free)"
+    assert repr(manage(window=6, sinks=1)) == "CacheManager(0 sequences, pages of 4 tokens: 0 used, 0 cached, 32 free, window 6, sinks 1)"
+    with_tails = manage(tail_pool=PagePool(8))
+    batch = with_tails.step({with_tails.add([1]): [1]})
+    assert repr(batch) == "TailBatch(1 new tokens of 1 sequences, max_q_len 1, max_seq_len 0, 0 copies, 0 filled, 0 conversions)"
+    pages = "0 used, 0 cached, 32 free, tails of 128 tokens: 1 pages used, 7 free"
+    assert repr(with_tails) == f"CacheManager(1 sequences, pages of 4 tokens: {pages})"
 
 
 def test_lists_arrays_and_tensors_are_the_same():

@@ -40,7 +40,7 @@ class BatchTensors:
     pinned: int
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Batch:
     """What the engine has to compute in one step, and to do to every layer's cache.
 
@@ -91,6 +91,11 @@ class Batch:
     max_q_len: int
     max_seq_len: int
     pinned: int
+
+    def __repr__(self) -> str:
+        lists = [f"{len(getattr(self, name)):,} {name}" for name in ("copies", "filled", "conversions") if hasattr(self, name)]
+        hints = f"max_q_len {self.max_q_len:,}, max_seq_len {self.max_seq_len:,}"
+        return f"{type(self).__name__}({self.num_tokens:,} new tokens of {self.seqs.size:,} sequences, {hints}, {', '.join(lists)})"
 
     @property
     def num_tokens(self) -> int:
@@ -163,7 +168,7 @@ class TailBatchTensors(BatchTensors):
     max_tail_len: int
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class TailBatch(Batch):
     """A :class:`Batch` of a manager with a `tail_pool`: each sequence is in two caches, the newest tokens in the tail's.
 
@@ -320,7 +325,7 @@ def as_work(seqs: Mapping[int, Ints] | Ints, tokens: Ints | None, counts: Ints |
         new = np.array([part.size for part in parts], np.int64)
         return as_ids("seqs", list(seqs), low=None), np.concatenate(parts) if parts else np.zeros(0, np.int64), new
     names = as_ids("seqs", seqs, low=None)
-    if tokens is None and counts is None:
+    if tokens is None and counts is None and names.size:
         raise DTypeError("tokens: expected the ids of the new tokens, or counts of tokens whose ids are not known")
     ids = None if tokens is None else as_ids("tokens", tokens)
     new = np.ones(names.size, np.int64) if counts is None else as_ids("counts", counts)

@@ -129,7 +129,8 @@ class CacheManager(ManagerView):
                 str, bytes, or tuples of such. Only equal ones match, and different ones never collide.
 
         Returns:
-            The sequence's number, which never comes again. Its :meth:`length` says how much was found; give the rest to :meth:`step`.
+            The sequence's number, which never comes again. Its :meth:`length` says how much was found; give the rest to :meth:`step`,
+            ``prompt[manager.length(seq) :]``.
             With a window it holds of these only what the next token sees.
 
         Raises:
@@ -138,8 +139,13 @@ class CacheManager(ManagerView):
         Example:
             >>> manager = CacheManager(PagePool(8), page_size=2)
             >>> batch = manager.step({manager.add([1, 2, 3]): [1, 2, 3]})
-            >>> manager.length(manager.add([1, 2, 3, 4])), manager.length(manager.add([1, 2, 3, 4], extra_keys="a tenant's salt"))
-            (3, 0)
+            >>> prompt = [1, 2, 3, 4]
+            >>> seq = manager.add(prompt)
+            >>> batch = manager.step({seq: prompt[manager.length(seq) :]})
+            >>> batch.prefix_lens.tolist(), batch.num_tokens
+            ([3], 1)
+            >>> manager.length(manager.add(prompt, extra_keys="a tenant's salt"))
+            0
         """
         ids, root = as_ids("tokens", tokens), root_hash(extra_keys)
         seq, found = self._ledger.start(ids, root)
@@ -160,7 +166,7 @@ class CacheManager(ManagerView):
 
         Returns:
             What to do: see :class:`Batch`; with `tail_pool` a :class:`TailBatch`. Without new tokens a step still drops what left the
-            window, or converts.
+            window, or converts; without sequences the batch is empty.
 
         Raises:
             OutOfPages: free and cached pages, of either pool, are too few. Free or truncate sequences, or step fewer of them.
@@ -343,6 +349,16 @@ class CacheManager(ManagerView):
         """
         for name in self._rows(seq)[0].tolist():
             self._ledger.free(name)
+
+    def __repr__(self) -> str:
+        index, options = self._ledger.index, ""
+        if self.window is not None:
+            options = f", window {self.window:,}, sinks {self.sinks:,}"
+        if self.tail_pool is not None:
+            options = f", tails of {self.tail_len:,} tokens: {self.tail_pool.num_used:,} pages used, {self.tail_pool.num_free:,} free"
+        used = self.pool.num_used - index.num_idle
+        pages = f"{used:,} used, {index.num_idle:,} cached, {self.pool.num_free:,} free"
+        return f"CacheManager({len(self.seqs):,} sequences, pages of {self.page_size:,} tokens: {pages}{options})"
 
     def _rows(self, seq: int | Ints) -> tuple[np.ndarray, np.ndarray]:
         """The living sequences that one number stands for, or several, and their rows."""
