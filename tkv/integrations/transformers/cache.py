@@ -257,6 +257,8 @@ class TkvCache(Cache):
             UnsupportedError: with a policy, which has evicted tokens that those before the cut would need.
             RangeError: a window has dropped what the next token would see.
         """
+        # Some versions pass a tensor.
+        tokens_to_remove = int(tokens_to_remove)
         length = tokens_to_remove if tokens_to_remove > 0 else self.length + tokens_to_remove
         if tokens_to_remove == 0 or length >= self.length or self._columns is None:
             return
