@@ -293,7 +293,7 @@ def test_equal_lengths_are_decoded_and_others_prefilled(monkeypatch):
     monkeypatch.setattr(tkv, "prefix_prefill", lambda q, *args, **kwargs: called.append(("prefill", list(q.shape))))
     for q_lens in ([1, 1], [2, 2], [2, 1]):
         Case([7, 9], q_lens).run()
-    assert called == [("decode", [2, 1, 4, 32]), ("decode", [2, 2, 4, 32]), ("prefill", [3, 4, 32])]
+    assert called == [("decode", [2, 4, 32]), ("decode", [2, 2, 4, 32]), ("prefill", [3, 4, 32])]
 
 
 @pytest.mark.parametrize("lens, q_lens", [([37, 70], [1, 1]), ([37, 70, 5], [30, 7, 5])])

@@ -68,7 +68,7 @@ def calls(monkeypatch):
     decode, prefill = tkv.paged_decode, tkv.prefix_prefill
 
     def counted_decode(q, *args, **kwargs):
-        seen.append(("paged_decode", [q.shape[1]] * q.shape[0]))
+        seen.append(("paged_decode", [q.shape[1] if q.dim() == 4 else 1] * q.shape[0]))
         return decode(q, *args, **kwargs)
 
     def counted_prefill(q, k, v, cache, table, prefix_lens, cu_seqlens, **kwargs):

@@ -148,7 +148,7 @@ class TkvImpl(vllm.AttentionImpl[TkvMetadata]):
         self.sinks = sinks
         self._refuse(attn_type, kv_sharing_target_layer_name, extra)
         # The layer's cache and what it was made of. vLLM empties an attribute of this name when it frees the memory.
-        self._k_scale_cache: tuple[tkv.KVCache, tuple[torch.Tensor, ...]] | None = None
+        self._k_scale_cache: tuple[tkv.KVCache, torch.Tensor, torch.Tensor, torch.Tensor] | None = None
 
     def _refuse(self, attn_type: str, shared_with: str | None, extra: dict[str, Any]) -> None:
         config = vllm.get_current_vllm_config_or_none()
@@ -159,7 +159,7 @@ class TkvImpl(vllm.AttentionImpl[TkvMetadata]):
             raise UnsupportedError(f"kv_cache_dtype: tkv serves {', '.join(vllm.FORMATS)} in vLLM, got {self.kv_cache_dtype!r}")
         native = {"float16": torch.float16, "bfloat16": torch.bfloat16}.get(self.kv_cache_dtype)
         if native is not None and model is not None and model.dtype not in (native, torch.float32):
-            raise UnsupportedError(f"kv_cache_dtype: a model in {model.dtype} needs 'auto' or fp8, got {self.kv_cache_dtype!r}")
+            raise UnsupportedError(f"kv_cache_dtype: a model in {model.dtype} needs 'auto' or a quantised cache, got {self.kv_cache_dtype!r}")
         if shared_with is not None and (vllm.FORMATS[self.kv_cache_dtype] or "").endswith("/tensor"):
             raise UnsupportedError(f"kv_cache_dtype: an fp8 cache shared with {shared_with} has the scales of that layer, unknown here")
         if self.dcp_world_size > 1 or self.pcp_world_size > 1:
@@ -176,16 +176,17 @@ class TkvImpl(vllm.AttentionImpl[TkvMetadata]):
 
     def cache_of(self, layer: Any, kv_cache: torch.Tensor) -> tkv.KVCache:
         """The layer's cache: views of vLLM's tensor, made again only where vLLM has made another one."""
-        source = kv_cache, layer._k_scale, layer._v_scale
-        if self._k_scale_cache is None or any(new is not old for new, old in zip(source, self._k_scale_cache[1])):
+        k_static, v_static = layer._k_scale, layer._v_scale
+        made = self._k_scale_cache
+        if made is None or made[1] is not kv_cache or made[2] is not k_static or made[3] is not v_static:
             kind = vllm.FORMATS[self.kv_cache_dtype] or ""
             k, v, k_scale, v_scale = vllm.split_kv(kv_cache, self.num_kv_heads, self.head_size, kind.endswith("/token_head"))
             if kind.endswith("/tensor"):
-                k_scale, v_scale = source[1:]
-            self._k_scale_cache = tkv.KVCache(k, v, k_scale, v_scale, format=kind or None), source
+                k_scale, v_scale = k_static, v_static
+            made = self._k_scale_cache = tkv.KVCache(k, v, k_scale, v_scale, format=kind or None), kv_cache, k_static, v_static
             if self.alibi_slopes is not None:
                 self.alibi_slopes = self.alibi_slopes.to(kv_cache.device)
-        return self._k_scale_cache[0]
+        return made[0]
 
     def do_kv_cache_update(
         self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
@@ -220,8 +221,9 @@ class TkvImpl(vllm.AttentionImpl[TkvMetadata]):
         }  # fmt: skip
         q, out = query[: batch.num_tokens], output[: batch.num_tokens]
         if batch.prefix_lens is None:
-            rows = (-1, batch.uniform_len)
-            tkv.paged_decode(q.unflatten(0, rows), cache, batch.block_table, batch.seq_lens, out=out.unflatten(0, rows), **options)
+            if batch.uniform_len > 1:
+                q, out = q.unflatten(0, (-1, batch.uniform_len)), out.unflatten(0, (-1, batch.uniform_len))
+            tkv.paged_decode(q, cache, batch.block_table, batch.seq_lens, out=out, **options)
         else:
             tkv.prefix_prefill(
                 q, None, None, cache, batch.block_table, batch.prefix_lens, batch.query_start_loc, max_q_len=batch.max_query_len,
