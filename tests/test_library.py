@@ -3,7 +3,9 @@
 import shutil
 import subprocess
 import sys
+import sysconfig
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -181,7 +183,9 @@ def steps(device, count=3, seqs=2):
         yield *(tensor.to(device) for tensor in (x, table, lens, slots)), int(lens.max())
 
 
-has_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="needs a C++ compiler")
+# Inductor compiles C++ against Python's headers.
+CAN_COMPILE = shutil.which("g++") is not None and Path(sysconfig.get_path("include"), "Python.h").exists()
+has_compiler = pytest.mark.skipif(not CAN_COMPILE, reason="needs a C++ compiler and Python's headers")
 MAKES = [*((make, "aot_eager") for make in (*KINDS, interleaved, latent)), pytest.param("int8/head", "inductor", marks=has_compiler)]
 
 
