@@ -128,6 +128,23 @@ def test_nothing_is_read_back_from_the_device(name, kind, device, monkeypatch):
         assert (fake.shape, fake.dtype, fake.stride(), fake.device) == (real.shape, real.dtype, real.stride(), real.device)
 
 
+def test_policies_read_nothing_back_from_the_device():
+    policies = tkv.policies
+    with FakeTensorMode():
+        lens, table, paged = torch.tensor([21, 30]), torch.tensor([[3, 1], [0, 5]]), torch.empty(PAGES, PAGE_SIZE, HEADS)
+        scores = policies.dense_scores(paged, table, lens)
+        kept = (
+            policies.h2o(scores, lens, heavy=4, recent=4),
+            policies.snapkv(scores, lens, budget=8, window=4),
+            policies.tova(scores, lens, budget=8),
+            policies.key_norm(torch.empty(2, 32, HEADS, DIM), lens, budget=8),
+            policies.streaming(lens, HEADS, 32, sinks=3, window=5),
+            policies.random(lens, HEADS, 32, 8, 2),
+        )
+    assert scores.shape == (2, HEADS, 32)
+    assert [(keep.shape, keep_lens.shape) for keep, keep_lens in kept] == [((2, HEADS, 8), (2,))] * 6
+
+
 @pytest.mark.parametrize("name", CALLS)
 def test_fake_tensors_give_what_the_function_gives(name, device):
     (function, arguments), x = CALLS[name], Inputs(device, "int8/token_head")
@@ -316,6 +333,7 @@ def test_a_captured_graph_serves_other_lengths(kind, device):
     fixed[0] = fixed[0].bfloat16()
     with torch.no_grad():
         stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             layer(*fixed, 32)
         torch.cuda.current_stream().wait_stream(stream)
