@@ -102,8 +102,8 @@ def test_tokens_are_those_of_hugging_face_and_of_vllm_alone_and_prefixes_are_fou
     assert not calls
 
 
-@pytest.mark.parametrize("name", ["mistral", "gemma2", "gemma3n", "bloom"])
-def test_windows_soft_caps_shared_caches_and_alibi(engine, folder, calls, name):
+@pytest.mark.parametrize("name", ["mistral", "gemma2", "gemma3n", "gpt_oss", "bloom"])
+def test_windows_soft_caps_shared_caches_learned_sinks_and_alibi(engine, folder, calls, name):
     assert tokens(run(engine(name, block_size=32))) == tiny.expected(folder(name), PROMPTS, TOKENS)
     assert {function for function, _ in calls} == {"paged_decode", "prefix_prefill"}
 

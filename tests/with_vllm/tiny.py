@@ -34,6 +34,16 @@ MODELS = {
         },
         0.05,
     ),
+    # Learned sinks, and experts.
+    "gpt_oss": (
+        "GptOss",
+        COMMON
+        | {
+            "hidden_size": 128, "sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"], "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+        },
+        1.0,
+    ),
     "bloom": ("Bloom", {"vocab_size": 256, "hidden_size": 96, "n_layer": 2, "n_head": 3, "initializer_range": 0.3}, 0.05),
 }
 

@@ -159,7 +159,7 @@ class TkvImpl(vllm.AttentionImpl[TkvMetadata]):
             raise UnsupportedError(f"kv_cache_dtype: tkv serves {', '.join(vllm.FORMATS)} in vLLM, got {self.kv_cache_dtype!r}")
         native = {"float16": torch.float16, "bfloat16": torch.bfloat16}.get(self.kv_cache_dtype)
         if native is not None and model is not None and model.dtype not in (native, torch.float32):
-            raise UnsupportedError(f"kv_cache_dtype: a model in {model.dtype} needs 'auto' or a quantised cache, got {self.kv_cache_dtype!r}")
+            raise UnsupportedError(f"kv_cache_dtype: a model in {model.dtype} needs 'auto' or a quantised one, got {self.kv_cache_dtype!r}")
         if shared_with is not None and (vllm.FORMATS[self.kv_cache_dtype] or "").endswith("/tensor"):
             raise UnsupportedError(f"kv_cache_dtype: an fp8 cache shared with {shared_with} has the scales of that layer, unknown here")
         if self.dcp_world_size > 1 or self.pcp_world_size > 1:
