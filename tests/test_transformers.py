@@ -1,6 +1,8 @@
 """Models of transformers on tkv's pages compute what they compute with their own attention. Small random models, float32."""
 
 import copy
+import doctest
+import importlib
 
 import pytest
 import torch
@@ -241,3 +243,48 @@ def test_smollm2_says_the_same_with_its_real_weights():
     model.generation_config.pad_token_id = 0
     ids = torch.tensor([load_tokenizer(path).encode("The capital of France is")], device=DEVICE)
     assert_generates_the_same(model, ids, tokens=2)
+
+
+def test_padding_of_other_passes_is_read_while_the_model_generates(models):
+    """By hand from within generate, as from another thread."""
+    model, other, mask = models("llama"), prompts(2, 8, seed=3), padded([8, 5], 8, "right")
+
+    def by_hand():
+        _, cache = forward(model, other[:, :6], attention_mask=mask[:, :6])
+        return forward(model, other[:, 6:], cache, attention_mask=mask)[0]
+
+    expected, seen = by_hand(), []
+    with use_tkv(model, page_size=PAGE_SIZE):
+        generate(model, prompts(1, 3), tokens=2, logits_processor=[lambda ids, logits: (seen.append(by_hand()), logits)[1]])
+    assert_close(seen[-1], expected)
+
+
+def test_a_returned_cache_reads_padding_again_after_generate(models):
+    model, more, mask = models("llama"), prompts(2, 4, seed=2), padded([7, 5], 7, "left")
+    chunk = torch.cat([mask, mask.new_ones(2, 3), padded([4, 2], 4, "left")], 1)
+
+    def talk():
+        before = generate(model, prompts(2, 7), mask, tokens=4)
+        return forward(model, more, before[CACHE], attention_mask=chunk)[0][:, -1]
+
+    expected = talk()
+    with use_tkv(model, page_size=PAGE_SIZE):
+        assert_close(talk(), expected)
+
+
+def test_a_decoder_serves_the_model_that_asked_last(models):
+    model, ids = models("llama"), prompts(1, 5)
+    expected, _ = forward(model, ids)
+    outer = use_tkv(model, page_size=PAGE_SIZE)
+    inner = use_tkv(model.model, page_size=PAGE_SIZE)
+    assert_close(forward(model, ids)[0], expected)
+    outer.restore()
+    assert model.config._attn_implementation == "tkv"
+    inner.restore()
+    assert model.config._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize("module", ["cache", "model"])
+def test_examples_in_the_documentation_run(module):
+    result = doctest.testmod(importlib.import_module(f"tkv.integrations.transformers.{module}"))
+    assert result.attempted and not result.failed

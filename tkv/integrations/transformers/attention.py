@@ -40,6 +40,8 @@ class Forward:
 class _Passes(threading.local):
     def __init__(self) -> None:
         self.stack: list[Forward] = []
+        # For each generate that is under way, the caches whose prompt_columns it has set.
+        self.generating: list[list[TkvCache]] = []
 
 
 passes = _Passes()

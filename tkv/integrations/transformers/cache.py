@@ -13,7 +13,7 @@ import tkv
 from tkv.errors import ShapeError, UnsupportedError
 from tkv.integrations.transformers.group import Group, Step
 from tkv.integrations.transformers.layout import Columns, Layout
-from tkv.integrations.transformers.settings import Settings, format_of, scales_of, window_of
+from tkv.integrations.transformers.settings import Policy, Settings, format_of, scales_of, window_of
 
 
 @dataclass
@@ -103,6 +103,8 @@ class TkvCache(Cache):
         self.settings = settings
         # Columns that generation will not pass, so that growing pools need not either.
         self.max_tokens = max_tokens
+        # In generate: columns of the prompt; those behind are tokens. None: masks are to be read.
+        self.prompt_columns: int | None = None
         self.groups: dict[int | None, Group] = {}
         self._columns: Columns | None = None
         self._layout: Layout | None = None
@@ -167,7 +169,7 @@ class TkvCache(Cache):
         if not self._broken and self._columns is not None:
             self._progress.length = self._columns.length
             if self.settings.policy is not None:
-                self._evict()
+                self._evict(self.settings.policy)
 
     def attend(
         self, layer_idx: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, own_window: int | None, **options: Any
@@ -185,7 +187,8 @@ class TkvCache(Cache):
             ``[batch, q_len, num_q_heads, v_head_dim]``; 0 for padding that sees no token.
         """
         layer, layout = self.layers[layer_idx], self._layout
-        assert layout is not None
+        if layout is None:
+            raise UnsupportedError("cache: keys came outside of a forward pass of the model's decoder")
         if key.shape[0] != layout.batch or key.shape[2] != layout.q_len or query.shape[2] != layout.q_len:
             raise UnsupportedError(
                 f"key: expected the {layout.q_len} new tokens of {layout.batch} sequences alone, got shape {list(key.shape)}; "
@@ -193,7 +196,7 @@ class TkvCache(Cache):
             )
         group = self._group(layer_idx, own_window)
         step = group.step(layout, key.device)
-        kv = self._pages(layer, layer_idx, key, value)
+        kv = self._pages(group, layer_idx, key, value)
         if step.copies is not None:
             tkv.copy_pages(kv, kv, step.copies[:, 0], step.copies[:, 1])
         tkv.write_kv(key.transpose(1, 2).flatten(0, 1), value.transpose(1, 2).flatten(0, 1), kv, step.slots)
@@ -319,10 +322,10 @@ class TkvCache(Cache):
             raise UnsupportedError(f"model: layer {layer_idx} has a window of {own_window} now, and had another one, or none, before")
         return group
 
-    def _pages(self, layer: TkvLayer, layer_idx: int, key: torch.Tensor, value: torch.Tensor) -> tkv.KVCache:
+    def _pages(self, group: Group, layer_idx: int, key: torch.Tensor, value: torch.Tensor) -> tkv.KVCache:
         """The layer's pages, as many as its group has handed out."""
-        group, old = layer.group, layer.kv
-        assert group is not None
+        layer = self.layers[layer_idx]
+        old: tkv.KVCache | None = layer.kv
         if old is not None and old.num_pages >= group.capacity:
             return old
         format = format_of(self.settings, key.dtype)
@@ -365,10 +368,9 @@ class TkvCache(Cache):
             cu_seqlens=step.cu_seqlens[: count + 1], **options,
         )  # fmt: skip
 
-    def _evict(self) -> None:
+    def _evict(self, policy: Policy) -> None:
         """What the policy does not keep goes, in every layer and head its own."""
-        policy, budget = self.settings.policy, self.settings.budget
-        assert policy is not None
+        budget = self.settings.budget
         for group in self.groups.values():
             held = [group.manager.held(seq) for seq in group.seqs]
             if max(held) <= budget:

@@ -11,6 +11,7 @@ import torch
 from tkv.errors import UnsupportedError
 from tkv.integrations.transformers.layout import Layout
 from tkv.pages import CacheManager, PagePool
+from tkv.pages.tensors import to_device
 
 # A limit without memory behind it: caches grow with the pages that are used.
 MANY_PAGES = 1 << 20
@@ -56,7 +57,7 @@ class Step:
     def to(self, device: torch.device) -> Step:
         """The same with its tensors on a device."""
         values = ((field.name, getattr(self, field.name)) for field in fields(self))
-        moved: dict[str, Any] = {name: value.to(device) for name, value in values if isinstance(value, torch.Tensor)}
+        moved: dict[str, Any] = to_device({name: value.numpy() for name, value in values if isinstance(value, torch.Tensor)}, device)
         return replace(self, **moved)
 
 
@@ -103,8 +104,7 @@ class Group:
 
     def truncate(self, lost: np.ndarray) -> None:
         """Drop the last tokens of each sequence."""
-        for seq, count in zip(self.seqs, lost.tolist()):
-            self.manager.truncate(seq, self.manager.length(seq) - count)
+        self.manager.truncate(self.seqs, self.manager.lengths(self.seqs) - lost)
 
     def select(self, rows: list[int]) -> None:
         """Sequences in a new order; what comes twice shares its pages."""
@@ -125,7 +125,7 @@ class Group:
             raise UnsupportedError(
                 f"attention_mask: padding between tokens is not served beyond a window, {self.window}; pad prompts on the left"
             )
-        before = np.array([self.manager.length(seq) for seq in self.seqs], np.int64)
+        before = self.manager.lengths(self.seqs)
         batch = self.manager.step(self.seqs, counts=layout.counts)
         self._grow(layout.batch)
         slots, rows = batch.slot_mapping, None

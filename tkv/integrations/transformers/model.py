@@ -20,7 +20,7 @@ from tkv.integrations.transformers.cache import TkvCache
 from tkv.integrations.transformers.settings import Policy, Settings, window_of
 from tkv.ops.checks import check_int
 
-# The attribute of a model that says which TkvModel it is in.
+# The attribute of a decoder that says which TkvModel it is in.
 OWNER = "_tkv_model"
 # What the attention functions of models may take: all of it is served or, where it comes, refused.
 KNOWN_ARGUMENTS = {
@@ -90,8 +90,8 @@ def use_tkv(
     config = model.config.get_text_config()
     if any(kind == "sliding_attention" for kind in _layer_types(config)):
         window_of(config.sliding_window, settings)
-    if OWNER in model.__dict__:
-        model.__dict__[OWNER].restore()
+    if OWNER in decoder.__dict__:
+        decoder.__dict__[OWNER].restore()
     return TkvModel(model, decoder, settings)
 
 
@@ -105,12 +105,11 @@ class TkvModel:
 
     def __init__(self, model: PreTrainedModel, decoder: torch.nn.Module, settings: Settings) -> None:
         self.model, self.settings = model, settings
+        self._decoder = decoder
         self._signature = inspect.signature(decoder.forward)
         self._cache_name = "cache" if "cache" in self._signature.parameters else "past_key_values"
         self._num_layers = 1 + max(_layer_numbers(decoder))
         self._before = model.config._attn_implementation
-        # In generate: columns of the prompt; those behind are tokens. None: masks are to be read.
-        self._prompt_columns: int | None = None
         attention.register()
         model.set_attn_implementation(attention.NAME)
         self._hooks = [
@@ -119,15 +118,16 @@ class TkvModel:
         ]
         self._patch("generate", self._generate)
         self._patch("_prepare_cache_for_generation", self._prepare_cache)
-        model.__dict__[OWNER] = self
+        decoder.__dict__[OWNER] = self
 
     def restore(self) -> None:
         """Give the model its own attention back; caches that it returned stay readable, but cannot be gone on from. Twice is fine."""
-        if self.model.__dict__.get(OWNER) is not self:
+        if self._decoder.__dict__.get(OWNER) is not self:
             return
+        del self._decoder.__dict__[OWNER]
         for hook in self._hooks:
             hook.remove()
-        for name in (OWNER, "generate", "_prepare_cache_for_generation"):
+        for name in ("generate", "_prepare_cache_for_generation"):
             self.model.__dict__.pop(name, None)
         self.model.set_attn_implementation(self._before)
 
@@ -157,11 +157,12 @@ class TkvModel:
         """generate, within which masks of steps need not be read."""
         if kwargs.get("cache_implementation") == "paged":
             raise UnsupportedError("cache_implementation: 'paged', transformers' continuous batching, has pages of its own; call restore()")
-        before = self._prompt_columns
+        attention.passes.generating.append([])
         try:
             return own(*args, **kwargs)
         finally:
-            self._prompt_columns = before
+            for cache in attention.passes.generating.pop():
+                cache.prompt_columns = None
 
     def _prepare_cache(self, own: Any, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """What generate calls for its cache."""
@@ -169,13 +170,19 @@ class TkvModel:
             raise UnsupportedError(
                 f"cache_implementation: expected none, for the cache is tkv's, got {generation_config.cache_implementation!r}"
             )
-        mask = model_kwargs.get("attention_mask")
-        self._prompt_columns = mask.shape[1] if mask is not None and mask.dim() == 2 else 0
-        if generation_config.use_cache is False or model_kwargs.get(self._cache_name) is not None:
+        if generation_config.use_cache is False:
             return own(generation_config, model_kwargs, *args, **kwargs)
-        max_tokens = kwargs.get("max_cache_length", args[2] if len(args) > 2 else None)
-        model_kwargs[self._cache_name] = self.new_cache(max_tokens)
-        return True
+        result = True
+        if model_kwargs.get(self._cache_name) is not None:
+            result = own(generation_config, model_kwargs, *args, **kwargs)
+        else:
+            max_tokens = kwargs.get("max_cache_length", args[2] if len(args) > 2 else None)
+            model_kwargs[self._cache_name] = self.new_cache(max_tokens)
+        cache, mask = model_kwargs.get(self._cache_name), model_kwargs.get("attention_mask")
+        if isinstance(cache, TkvCache):
+            cache.prompt_columns = mask.shape[1] if mask is not None and mask.dim() == 2 else 0
+            attention.passes.generating[-1].append(cache)
+        return result
 
     @torch.compiler.disable
     def _begin(self, decoder: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -211,7 +218,7 @@ class TkvModel:
                 raise UnsupportedError("position_ids: without a cache, positions that do not go up by one are packed sequences, not served")
             # Some versions suspect packed sequences wherever there is neither cache nor mask.
             args, kwargs = self._put("attention_mask", torch.ones(inputs.shape[:2], device=inputs.device), args, kwargs)
-        cache.begin(inputs.shape[0], inputs.shape[1], self._read(mask, cache.length))
+        cache.begin(inputs.shape[0], inputs.shape[1], self._read(mask, cache))
         attention.passes.stack.append(attention.Forward(self, cache, temporary))
         return args, kwargs
 
@@ -229,9 +236,9 @@ class TkvModel:
             return (*args[:at], value, *args[at + 1 :]), kwargs
         return args, {**kwargs, name: value}
 
-    def _read(self, mask: Any, length: int) -> Any:
+    def _read(self, mask: Any, cache: TkvCache) -> Any:
         """A mask of columns on the host, where it can say anything new."""
-        if mask is None or (self._prompt_columns is not None and length >= max(1, self._prompt_columns)):
+        if mask is None or (cache.prompt_columns is not None and cache.length >= max(1, cache.prompt_columns)):
             return None
         if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
             shape = list(mask.shape) if isinstance(mask, torch.Tensor) else type(mask).__name__
