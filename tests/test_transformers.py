@@ -288,3 +288,15 @@ def test_a_decoder_serves_the_model_that_asked_last(models):
 def test_examples_in_the_documentation_run(module):
     result = doctest.testmod(importlib.import_module(f"tkv.integrations.transformers.{module}"))
     assert result.attempted and not result.failed
+
+
+def test_a_copy_of_a_model_uses_tkv_by_itself(models):
+    model, ids = models("llama"), prompts(1, 6)
+    negated = copy.deepcopy(model)
+    negated.lm_head.weight.neg_()
+    expected = [generate(each, ids, tokens=3).sequences.tolist() for each in (model, negated)]
+    with use_tkv(model, page_size=PAGE_SIZE):
+        copied = copy.deepcopy(model)
+    copied.lm_head.weight.neg_()
+    assert copied.config._attn_implementation == "tkv"
+    assert [generate(each, ids, tokens=3).sequences.tolist() for each in (model, copied)] == expected

@@ -1,6 +1,7 @@
 """What is not served exactly is refused, with the reason."""
 
 import importlib
+import pickle
 import re
 import sys
 from functools import partial
@@ -219,3 +220,11 @@ def test_older_versions_of_transformers_are_refused(monkeypatch):
     monkeypatch.delitem(sys.modules, "tkv.integrations.transformers")
     with refused("transformers: expected version 4.57 or newer, got 4.56.2"):
         importlib.import_module("tkv.integrations.transformers")
+
+
+def test_a_model_that_uses_tkv_is_saved_without_it_and_not_pickled(models, tmp_path):  # noqa: F811
+    with use_tkv(models("llama")):
+        models("llama").save_pretrained(tmp_path)
+        with refused("model: .* cannot be pickled; call restore"):
+            pickle.dumps(models("llama"))
+    assert "tkv" not in (tmp_path / "config.json").read_text()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import sys
@@ -141,6 +142,16 @@ class TkvModel:
             The cache.
         """
         return TkvCache(self.settings, self._num_layers, max_tokens)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TkvModel:
+        """That of a copy of the model, which uses tkv too."""
+        copied = object.__new__(type(self))
+        memo[id(self)] = copied
+        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return copied
+
+    def __reduce__(self) -> Any:
+        raise UnsupportedError("model: one that uses tkv cannot be pickled; call restore() first, or save_pretrained()")
 
     def __enter__(self) -> TkvModel:
         return self
