@@ -300,3 +300,19 @@ def test_a_copy_of_a_model_uses_tkv_by_itself(models):
     copied.lm_head.weight.neg_()
     assert copied.config._attn_implementation == "tkv"
     assert [generate(each, ids, tokens=3).sequences.tolist() for each in (model, copied)] == expected
+
+
+def test_generate_of_the_class_works_as_that_of_the_model(models):
+    model, ids, mask = models("llama"), prompts(2, 6), padded([6, 4], 6, "left")
+    expected = generate(model, ids, mask, tokens=3).sequences.tolist()
+    with use_tkv(model, page_size=PAGE_SIZE):
+        ours = type(model).generate(model, ids, attention_mask=mask, max_new_tokens=3, do_sample=False)
+    assert ours.tolist() == expected
+
+
+def test_a_model_around_the_decoder_generates_on_a_cache_that_it_is_given(models):
+    model, ids, mask = models("llama"), prompts(2, 6), padded([6, 4], 6, "left")
+    expected = generate(model, ids, mask, tokens=3).sequences.tolist()
+    with use_tkv(model.model, page_size=PAGE_SIZE) as used:
+        ours = generate(model, ids, mask, tokens=3, **{CACHE: used.new_cache()})
+    assert ours.sequences.tolist() == expected

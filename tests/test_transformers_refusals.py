@@ -228,3 +228,9 @@ def test_a_model_that_uses_tkv_is_saved_without_it_and_not_pickled(models, tmp_p
         with refused("model: .* cannot be pickled; call restore"):
             pickle.dumps(models("llama"))
     assert "tkv" not in (tmp_path / "config.json").read_text()
+
+
+def test_a_cache_of_a_model_with_other_layers_is_refused(models):  # noqa: F811
+    deeper = build("llama", num_hidden_layers=3)
+    with use_tkv(models("llama")) as used, use_tkv(deeper), refused(f"{CACHE}: expected one of 3 layers", errors.ShapeError):
+        forward(deeper, prompts(1, 4), used.new_cache())

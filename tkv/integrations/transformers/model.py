@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 import tkv
-from tkv.errors import DTypeError, RangeError, UnsupportedError
+from tkv.errors import DTypeError, RangeError, ShapeError, UnsupportedError
 from tkv.formats import parse_pair
 from tkv.integrations.transformers import attention
 from tkv.integrations.transformers.cache import TkvCache
@@ -190,7 +190,8 @@ class TkvModel:
             max_tokens = kwargs.get("max_cache_length", args[2] if len(args) > 2 else None)
             model_kwargs[self._cache_name] = self.new_cache(max_tokens)
         cache, mask = model_kwargs.get(self._cache_name), model_kwargs.get("attention_mask")
-        if isinstance(cache, TkvCache):
+        # Without a generate of ours around it, nothing would end this.
+        if isinstance(cache, TkvCache) and attention.passes.generating:
             cache.prompt_columns = mask.shape[1] if mask is not None and mask.dim() == 2 else 0
             attention.passes.generating[-1].append(cache)
         return result
@@ -210,6 +211,8 @@ class TkvModel:
             raise UnsupportedError(
                 f"{self._cache_name}: expected a TkvCache, as new_cache() or the model gives it, or none; got {type(cache).__name__}"
             )
+        if cache is not None and len(cache.layers) != self._num_layers:
+            raise ShapeError(f"{self._cache_name}: expected one of {self._num_layers} layers, as the model has, got {len(cache.layers)}")
         use_cache = values.get("use_cache")
         temporary = cache is None and not (config.use_cache if use_cache is None else use_cache)
         if cache is None:
