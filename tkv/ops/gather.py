@@ -39,9 +39,12 @@ from tkv.ops.library import operator
 from tkv.rope import Rope
 
 
-def _fake(cache: KVCache, page_table: torch.Tensor, seq_lens: torch.Tensor, **options: Any) -> list[torch.Tensor]:
-    shape = _shape(cache, page_table, options["window"], options.get("sinks", 0), options.get("dense", False))
-    numbers, scales = _buffers(cache, shape, options.get("dtype"), options.get("dequantize", True))
+def _fake(
+    cache: KVCache, page_table: torch.Tensor, window: int | None, sinks: int, dense: bool, dtype: torch.dtype | None, dequantize: bool,
+    **rest: Any,
+) -> list[torch.Tensor]:  # fmt: skip
+    shape = _shape(cache, page_table, window, sinks, dense)
+    numbers, scales = _buffers(cache, shape, dtype, dequantize)
     positions = torch.empty(shape, dtype=torch.int32, device=cache.device)
     cu_lens = torch.empty(page_table.shape[0] + 1, dtype=torch.int32, device=cache.device)
     return [*numbers, positions, cu_lens, *(scale for scale in scales if scale is not None)]

@@ -41,9 +41,9 @@ _TAGS = (torch.Tag.needs_fixed_stride_order, torch.Tag.pt2_compliant_tag)
 
 @dataclass(frozen=True)
 class _Kind:
-    """What a parameter is in a schema: (suffix of its name, type, default) of each argument, and how to get there and back."""
+    """What a parameter is in a schema: (suffix of its name, type) of each argument, and how to get there and back."""
 
-    arguments: tuple[tuple[str, str, str], ...]
+    arguments: tuple[tuple[str, str], ...]
     apart: Callable[[Any], Sequence[Any]] = lambda value: (value,)
     together: Callable[..., Any] = lambda value: value
 
@@ -81,37 +81,37 @@ _LEVEL_FIELDS = tuple(field.name for field in fields(SharedLevel))
 
 # By annotation.
 _KINDS = {
-    "torch.Tensor": _Kind((("", "Tensor", ""),)),
-    "torch.Tensor | None": _Kind((("", "Tensor?", ""),)),
-    "torch.Tensor | Sequence[torch.Tensor]": _Kind((("", "Tensor[]", ""),), lambda tensors: (list(tensors),)),
-    "int": _Kind((("", "SymInt", ""),)),
-    "int | None": _Kind((("", "SymInt?", ""),)),
-    "float | None": _Kind((("", "float?", ""),)),
-    "bool": _Kind((("", "bool", ""),)),
-    "str": _Kind((("", "str", ""),)),
-    "torch.dtype | None": _Kind((("", "ScalarType?", ""),)),
+    "torch.Tensor": _Kind((("", "Tensor"),)),
+    "torch.Tensor | None": _Kind((("", "Tensor?"),)),
+    "torch.Tensor | Sequence[torch.Tensor]": _Kind((("", "Tensor[]"),), lambda tensors: (list(tensors),)),
+    "int": _Kind((("", "SymInt"),)),
+    "int | None": _Kind((("", "SymInt?"),)),
+    "float | None": _Kind((("", "float?"),)),
+    "bool": _Kind((("", "bool"),)),
+    "str": _Kind((("", "str"),)),
+    "torch.dtype | None": _Kind((("", "ScalarType?"),)),
     "KVCache": _Kind(
-        (("_k", "Tensor", ""), ("_v", "Tensor?", ""), ("_k_scale", "Tensor?", ""), ("_v_scale", "Tensor?", ""))
-        + (("_k_format", "str", ""), ("_v_format", "str", ""), ("_v_head_dim", "SymInt", "")),
+        (("_k", "Tensor"), ("_v", "Tensor?"), ("_k_scale", "Tensor?"), ("_v_scale", "Tensor?"))
+        + (("_k_format", "str"), ("_v_format", "str"), ("_v_head_dim", "SymInt")),
         _cache_apart,
         _cache_together,
     ),
     "Rope": _Kind(
-        (("_cos", "Tensor", ""), ("_sin", "Tensor", ""), ("_interleaved", "bool", "False")),
+        (("_cos", "Tensor"), ("_sin", "Tensor"), ("_interleaved", "bool")),
         lambda rope: (rope.cos, rope.sin, rope.interleaved),
         Rope,
     ),
     "Rope | None": _Kind(
-        (("_cos", "Tensor?", "None"), ("_sin", "Tensor?", "None"), ("_interleaved", "bool", "False")),
+        (("_cos", "Tensor?"), ("_sin", "Tensor?"), ("_interleaved", "bool")),
         lambda rope: (None, None, False) if rope is None else (rope.cos, rope.sin, rope.interleaved),
         _rope_together,
     ),
     "Sequence[SharedLevel]": _Kind(
-        tuple((f"_{name}", "SymInt[]" if name.startswith("max_") else "Tensor[]", "") for name in _LEVEL_FIELDS),
+        tuple((f"_{name}", "SymInt[]" if name.startswith("max_") else "Tensor[]") for name in _LEVEL_FIELDS),
         lambda levels: tuple([getattr(level, name) for level in levels] for name in _LEVEL_FIELDS),
         lambda *lists: [SharedLevel(*values) for values in zip(*lists, strict=True)],
     ),
-    "AttentionConfig | dict[str, Any] | None": _Kind((("", "int[]?", "None"),), _config_apart, _config_together),
+    "AttentionConfig | dict[str, Any] | None": _Kind((("", "int[]?"),), _config_apart, _config_together),
 }
 
 
@@ -124,12 +124,12 @@ class _Parameter:
     def arguments(self, alias: Callable[[], str] | None) -> list[str]:
         """Its part of the schema; tensors are written to where there is an `alias`."""
         given = []
-        for suffix, of_type, default in self.kind.arguments:
+        for suffix, of_type in self.kind.arguments:
             if alias is not None and of_type.startswith("Tensor"):
                 of_type = of_type.replace("Tensor", f"Tensor({alias()}!)")
-            if not default and self.default is not _NONE:
-                default = f'"{self.default}"' if isinstance(self.default, str) else str(self.default)
-            given.append(f"{of_type} {self.name}{suffix}" + (f"={default}" if default else ""))
+            default = False if self.default is None and of_type == "bool" else self.default
+            shown = "" if default is _NONE else f'="{default}"' if isinstance(default, str) else f"={default}"
+            given.append(f"{of_type} {self.name}{suffix}{shown}")
         return given
 
 
@@ -179,7 +179,7 @@ class _Operator:
 
     def together(self, given: Sequence[Any]) -> Values:
         """The function's arguments from the operator's, of which those at the end may be left out."""
-        values: Values = {}
+        values = {name: default for name, default in self.defaults.items() if default is not _NONE}
         at = 0
         for parameter in self.parameters:
             size = len(parameter.kind.arguments)
